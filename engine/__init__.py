@@ -1,0 +1,1 @@
+"""The engine: requests, planning, the step loop, text and tensors."""

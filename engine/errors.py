@@ -1,0 +1,68 @@
+"""Errors by whose fault they are.
+
+    SlipstreamError
+      ├─ RequestError       the caller's: bad parameter, prompt too long (names the field)
+      ├─ Overloaded         the load's: queue full, draining (try again later)
+      ├─ StepFailed         one step's: its rows fail, the engine goes on
+      ├─ EngineDead         everyone's: the engine cannot go on (stored for late comers)
+      └─ ConfigError        the operator's: found before the device is touched
+    MisuseError             ours: a bug in Slipstream or in code that drives it
+
+Nothing here knows of HTTP.
+"""
+
+from __future__ import annotations
+
+from ..streams.errors import MisuseError
+
+__all__ = [
+    "ConfigError",
+    "EngineDead",
+    "MisuseError",
+    "Overloaded",
+    "RequestError",
+    "SlipstreamError",
+    "StepFailed",
+]
+
+
+class SlipstreamError(Exception):
+    """Base of every error that is not a bug in this code."""
+
+
+class RequestError(SlipstreamError):
+    """A request that cannot be served as it stands. `param` names the offending field."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class Overloaded(SlipstreamError):
+    """The engine takes no more work now. `draining` says that it never will again."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, draining: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.draining = draining
+
+
+class StepFailed(SlipstreamError):
+    """One step, or one row of it, failed; requests outside it are not concerned."""
+
+    def __init__(self, message: str, *, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class EngineDead(SlipstreamError):
+    """The engine has stopped for good; the first cause is its `__cause__`."""
+
+
+class ConfigError(SlipstreamError):
+    """A setting that cannot work. `field` names it as the user wrote it."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field

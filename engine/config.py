@@ -1,0 +1,106 @@
+"""The engine's settings: frozen, checked before anything is loaded, unknown names refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+GraphMode = Literal["auto", "full", "breakable", "off"]
+AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an Engine can be told. `None` means: derive it from the model and the machine at start.
+
+    Raises: ConfigError naming the field.
+    """
+
+    model: str
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    load_format: LoadFormat = "auto"
+    max_model_len: int | None = None  # tokens, prompt and output together
+    kv_memory_fraction: float = 0.9  # of the memory that is free for it: weights, graphs and KV together stay below
+    max_total_tokens: int | None = None  # size of the KV pool in tokens, instead of the fraction
+    page_size: int = 16  # tokens a KV page
+    max_running_requests: int = 256
+    max_queued_requests: int = 10_000
+    chunked_prefill_size: int = 2048  # tokens of one prompt computed in one step, at most
+    max_prefill_tokens: int = 16_384  # tokens of all prompts computed in one step, at most
+    prefix_cache: bool = True
+    overlap: bool = True  # plan the next step while the GPU computes this one
+    decode_attention: AttentionBackendName = "auto"
+    prefill_attention: AttentionBackendName = "auto"
+    decode_graph: GraphMode = "auto"
+    prefill_graph: GraphMode = "auto"
+    debug_cuda_graph: bool = False  # the whole forward as one eager break of a breakable graph
+    row_invariant: bool = False  # same arithmetic for a row whatever shares its batch; slower
+    cpu_threads: int | None = None  # intra-op threads on the CPU; None: cores - 1
+    skip_tokenizer: bool = False  # ids in, ids out
+    chat_template: str | None = None  # a file with a Jinja template instead of the model's own
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model must be a name, a folder or a .gguf file", field="model")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}", field=name)
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a positive integer, not {value!r}", field=name)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two, not {self.page_size}", field="page_size")
+        if not 0.0 < self.kv_memory_fraction <= 1.0:
+            raise ConfigError(
+                f"kv_memory_fraction must be above 0 and at most 1, not {self.kv_memory_fraction}",
+                field="kv_memory_fraction",
+            )
+        if self.chunked_prefill_size % self.page_size:
+            raise ConfigError(
+                f"chunked_prefill_size ({self.chunked_prefill_size}) must be a multiple of page_size ({self.page_size})",
+                field="chunked_prefill_size",
+            )
+        if self.max_prefill_tokens < self.page_size:
+            raise ConfigError("max_prefill_tokens must hold at least one page", field="max_prefill_tokens")
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, object]) -> EngineConfig:
+        """Build from plain names and values. Raises ConfigError for a name that does not exist."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}; known: {', '.join(sorted(known))}", field=name)
+        if "model" not in settings:
+            raise ConfigError("model is required", field="model")
+        return cls(**settings)  # type: ignore[arg-type]  # values are checked in __post_init__
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "device": get_args(Device),
+    "dtype": get_args(Dtype),
+    "load_format": get_args(LoadFormat),
+    "decode_attention": get_args(AttentionBackendName),
+    "prefill_attention": get_args(AttentionBackendName),
+    "decode_graph": get_args(GraphMode),
+    "prefill_graph": get_args(GraphMode),
+}
+_POSITIVE = (
+    "max_model_len",
+    "max_total_tokens",
+    "page_size",
+    "max_running_requests",
+    "max_queued_requests",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "cpu_threads",
+)

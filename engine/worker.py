@@ -1,0 +1,95 @@
+"""The waist between planning and tensors: a worker launches a batch and hands back its deferred sample.
+
+The scheduler's half above knows only this file. Below it stands a real worker (CPU or CUDA) or the ScriptedWorker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..streams.ticket import Ticket
+from .errors import MisuseError
+from .scheduler.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """What the device can hold, known once the worker has started."""
+
+    num_pages: int  # usable pages, without page 0
+    page_size: int  # tokens a page
+    num_rows: int  # usable rows, without row 0
+    max_model_len: int  # longest sequence, prompt and output together, in tokens
+    vocab_size: int  # ids 0…vocab_size-1 are valid inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleInputs:
+    """What the host adds to a step's logits once everything before that step is committed. Picklable.
+
+    Indices are positions in `batch.rows`.
+    """
+
+    dead: frozenset[int] = frozenset()  # rows that ended meanwhile: not sampled, no relay write
+    suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (index, ids that must not be drawn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a step brought home. `token_ids` is aligned with `batch.sample_indices`; entries of dead rows mean nothing."""
+
+    token_ids: tuple[int, ...]
+    row_errors: Mapping[int, str] = field(default_factory=dict)  # position in rows → why that row alone failed
+
+
+class Launched:
+    """A step on its way: launched, not committed.
+
+    `outcome` is a ticket from launch on. `resolve` is the deferred sample and is called exactly once, also for a
+    batch in which no row samples (it then only fences and copies). `error` is set instead by the step loop when the
+    launch itself raised.
+    """
+
+    __slots__ = ("_closure", "batch", "error", "outcome")
+
+    def __init__(
+        self,
+        batch: ScheduleBatch,
+        outcome: Ticket[StepOutcome] | None,
+        closure: Callable[[SampleInputs], None] | None,
+        *,
+        error: Exception | None = None,
+    ) -> None:
+        self.batch = batch
+        self.outcome = outcome
+        self.error = error
+        self._closure = closure
+
+    def resolve(self, inputs: SampleInputs) -> None:
+        """Run the deferred sample. Afterwards the closure, and with it logits and masks, is let go."""
+        closure, self._closure = self._closure, None
+        if closure is None:
+            raise MisuseError(f"step {self.batch.step} was resolved twice, or never launched")
+        closure(inputs)
+
+
+class Worker(Protocol):
+    """Runs batches in launch order on one lane."""
+
+    async def start(self) -> WorkerLimits:
+        """Build everything and warm it up; nothing is built or compiled afterwards. Raises ConfigError."""
+        ...
+
+    def launch(self, batch: ScheduleBatch) -> Launched:
+        """Enqueue one step and return at once. Raises what the launch raised; such a step never ran."""
+        ...
+
+    def committed(self, step: int) -> None:
+        """Step `step` is committed: its staging slots and holds may be reused."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop the lanes; returns in bounded time even if a step is stuck."""
+        ...

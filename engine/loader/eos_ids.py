@@ -19,12 +19,17 @@ def read_eos_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
     Missing files contribute nothing. Raises ConfigError for a file that is not valid JSON.
     """
-    found = set(_ids(config.get("eos_token_id")))
+    found = set(config_eos_ids(config))
     found.update(
         _ids(_read_optional(folder / "generation_config.json").get("eos_token_id"))
     )
     found.update(_tokenizer_eos(folder))
     return tuple(sorted(found))
+
+
+def config_eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Sorted ids that a parsed config.json itself calls an end of text."""
+    return tuple(sorted(set(_ids(config.get("eos_token_id")))))
 
 
 def _ids(value: object) -> Iterator[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ConfigError
-from .eos_ids import read_eos_ids
+from .eos_ids import config_eos_ids, read_eos_ids
 from .rope_config import RopeConfig, read_rope_config
 
 SUPPORTED_ARCHITECTURES: Final = (
@@ -74,10 +74,13 @@ class ModelConfig:
         cls,
         raw: Mapping[str, Any],
         *,
-        eos_ids: tuple[int, ...] = (),
+        eos_ids: tuple[int, ...] | None = None,
         max_model_len: int | None = None,
     ) -> ModelConfig:
-        """Build from the parsed `config.json`. Raises ConfigError as `from_folder` does."""
+        """Build from a parsed `config.json` alone, whose own end ids hold unless `eos_ids` is given.
+
+        Raises ConfigError as `from_folder` does.
+        """
         architecture = _architecture(raw)
         _refuse_unsupported(raw)
         num_heads = _positive(raw, "num_attention_heads")
@@ -124,7 +127,7 @@ class ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             dtype=_dtype(raw),
             bos_id=_optional_id(raw, "bos_token_id"),
-            eos_ids=eos_ids,
+            eos_ids=config_eos_ids(raw) if eos_ids is None else eos_ids,
         )
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels, one file a kernel. The only modules that import triton: callers import them when a tensor is on CUDA."""

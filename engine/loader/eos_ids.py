@@ -20,9 +20,7 @@ def read_eos_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     Missing files contribute nothing. Raises ConfigError for a file that is not valid JSON.
     """
     found = set(config_eos_ids(config))
-    found.update(
-        _ids(_read_optional(folder / "generation_config.json").get("eos_token_id"))
-    )
+    found.update(_ids(_read_optional(folder / "generation_config.json").get("eos_token_id")))
     found.update(_tokenizer_eos(folder))
     return tuple(sorted(found))
 

@@ -56,18 +56,14 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, *, max_model_len: int | None = None
-    ) -> ModelConfig:
+    def from_folder(cls, folder: Path, *, max_model_len: int | None = None) -> ModelConfig:
         """Read `folder/config.json` (and the files beside it that name end tokens).
 
         `max_model_len` is the longest sequence that will be served: a sliding window at least that
         long never slides, and is accepted. Raises ConfigError for what this engine cannot compute.
         """
         raw = _read_object(folder / "config.json")
-        return cls.from_dict(
-            raw, eos_ids=read_eos_ids(folder, raw), max_model_len=max_model_len
-        )
+        return cls.from_dict(raw, eos_ids=read_eos_ids(folder, raw), max_model_len=max_model_len)
 
     @classmethod
     def from_dict(
@@ -89,8 +85,7 @@ class ModelConfig:
         max_position = _positive(raw, "max_position_embeddings")
         if num_heads % num_kv_heads:
             raise ConfigError(
-                f"num_attention_heads {num_heads} is not a multiple of "
-                f"num_key_value_heads {num_kv_heads}",
+                f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
                 field="model",
             )
         if raw.get("head_dim") is None and hidden_size % num_heads:
@@ -100,13 +95,9 @@ class ModelConfig:
                 field="model",
             )
         num_layers = _positive(raw, "num_hidden_layers")
-        _refuse_active_window(
-            raw, architecture, num_layers, max_model_len or max_position
-        )
+        _refuse_active_window(raw, architecture, num_layers, max_model_len or max_position)
         is_qwen2 = architecture == "Qwen2ForCausalLM"
-        attention_bias = (
-            _flag(raw, "attention_bias") and architecture != "MistralForCausalLM"
-        )
+        attention_bias = _flag(raw, "attention_bias") and architecture != "MistralForCausalLM"
         return cls(
             architecture=architecture,
             vocab_size=_positive(raw, "vocab_size"),
@@ -135,13 +126,9 @@ def _read_object(path: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror or error}", field="model"
-        ) from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", field="model") from error
     except ValueError as error:
-        raise ConfigError(
-            f"{path} is not valid JSON: {error}", field="model"
-        ) from error
+        raise ConfigError(f"{path} is not valid JSON: {error}", field="model") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a JSON object", field="model")
     return raw
@@ -165,19 +152,13 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
         name = method.get("quant_method") if isinstance(method, dict) else method
-        raise ConfigError(
-            f"quantised checkpoints are not supported ({name})", field="model"
-        )
+        raise ConfigError(f"quantised checkpoints are not supported ({name})", field="model")
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(
-            f"unsupported hidden_act {activation!r}; supported: silu", field="model"
-        )
+        raise ConfigError(f"unsupported hidden_act {activation!r}; supported: silu", field="model")
 
 
-def _refuse_active_window(
-    raw: Mapping[str, Any], architecture: str, num_layers: int, longest_tokens: int
-) -> None:
+def _refuse_active_window(raw: Mapping[str, Any], architecture: str, num_layers: int, longest_tokens: int) -> None:
     """Refuse a sliding window that some layer would apply to a sequence that can be served."""
     window: object = None
     if architecture == "MistralForCausalLM":
@@ -211,11 +192,7 @@ def _positive(raw: Mapping[str, Any], key: str, *, default: int | None = None) -
 
 def _epsilon(raw: Mapping[str, Any]) -> float:
     value = raw.get("rms_norm_eps", 1e-6)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value < 1
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
         raise ConfigError(
             f"config.json: rms_norm_eps must lie between 0 and 1, got {value!r}",
             field="model",
@@ -226,9 +203,7 @@ def _epsilon(raw: Mapping[str, Any]) -> float:
 def _flag(raw: Mapping[str, Any], key: str) -> bool:
     value = raw.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(
-            f"config.json: {key} must be true or false, got {value!r}", field="model"
-        )
+        raise ConfigError(f"config.json: {key} must be true or false, got {value!r}", field="model")
     return bool(value)
 
 
@@ -239,9 +214,7 @@ def _optional_id(raw: Mapping[str, Any], key: str) -> int | None:
 
 def _dtype(raw: Mapping[str, Any]) -> str:
     # transformers 5 writes `dtype`, 4 wrote `torch_dtype`; a file without either meant float32.
-    value = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix(
-        "torch."
-    )
+    value = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if value not in _DTYPES:
         raise ConfigError(
             f"unsupported checkpoint dtype {value!r}; supported: {', '.join(_DTYPES)}",

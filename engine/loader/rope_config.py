@@ -59,9 +59,7 @@ def read_rope_config(raw: Mapping[str, Any], *, max_position: int) -> RopeConfig
         )
     for key in _REQUIRED[kind]:
         if found.get(key) is None:
-            raise ConfigError(
-                f"rope scaling {kind!r} needs {key!r} in config.json", field="model"
-            )
+            raise ConfigError(f"rope scaling {kind!r} needs {key!r} in config.json", field="model")
     partial = found.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
         raise ConfigError(f"unsupported partial_rotary_factor {partial}", field="model")
@@ -74,12 +72,8 @@ def read_rope_config(raw: Mapping[str, Any], *, max_position: int) -> RopeConfig
         theta=_number("rope_theta", 10000.0 if theta is None else theta),
         factor=_number("factor", found.get("factor") or 1.0),
         low_freq_factor=_number("low_freq_factor", found.get("low_freq_factor") or 1.0),
-        high_freq_factor=_number(
-            "high_freq_factor", found.get("high_freq_factor") or 4.0
-        ),
-        original_max_position=None
-        if original is None
-        else int(_number("original", original)),
+        high_freq_factor=_number("high_freq_factor", found.get("high_freq_factor") or 4.0),
+        original_max_position=None if original is None else int(_number("original", original)),
         beta_fast=_number("beta_fast", found.get("beta_fast") or 32.0),
         beta_slow=_number("beta_slow", found.get("beta_slow") or 1.0),
         attention_factor=_optional_number("attention_factor", found),
@@ -92,13 +86,9 @@ def read_rope_config(raw: Mapping[str, Any], *, max_position: int) -> RopeConfig
 def _parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(
-            f"rope parameters must be an object, got {found!r}", field="model"
-        )
+        raise ConfigError(f"rope parameters must be an object, got {found!r}", field="model")
     if any(isinstance(value, Mapping) for value in found.values()):
-        raise ConfigError(
-            "rope parameters that differ by layer type are unsupported", field="model"
-        )
+        raise ConfigError("rope parameters that differ by layer type are unsupported", field="model")
     return found
 
 

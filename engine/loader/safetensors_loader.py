@@ -65,14 +65,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """
     index = folder / _INDEX_NAME
     if index.is_file():
-        files = tuple(
-            folder / name for name in dict.fromkeys(_weight_map(index).values())
-        )
+        files = tuple(folder / name for name in dict.fromkeys(_weight_map(index).values()))
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise ConfigError(
-                f"{index} names absent files: {_some(missing)}", field="model"
-            )
+            raise ConfigError(f"{index} names absent files: {_some(missing)}", field="model")
         return files
     single = folder / _SINGLE_NAME
     if single.is_file():
@@ -89,9 +85,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     raise ConfigError(f"{folder} holds no safetensors files", field="model")
 
 
-def iterate_tensors(
-    folder: Path, device: torch.device | str = "cpu"
-) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_tensors(folder: Path, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (name, tensor) of the checkpoint on `device`, in file order.
 
     Memory: on the CPU tensors are views of the mapped file; elsewhere one tensor is alive at a time
@@ -109,14 +103,10 @@ def iterate_tensors(
                 for name in names:
                     yield name, opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"cannot read {file}: {error} (an incomplete download?)", field="model"
-            ) from error
+            raise ConfigError(f"cannot read {file}: {error} (an incomplete download?)", field="model") from error
 
 
-def load_weights(
-    model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> LoadReport:
+def load_weights(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadReport:
     """Copy `tensors` into `model`'s parameters in place, casting to each parameter's dtype.
 
     Shapes: a target of `num_rows` rows takes a tensor [num_rows, *param.shape[1:]]. Raises
@@ -166,9 +156,7 @@ def _place(target: WeightTarget) -> _Place:
     return id(target.param), target.row_start, target.row_start + num_rows
 
 
-def _first_name_by_place(
-    model: LoadableModel, targets: Mapping[str, WeightTarget]
-) -> dict[_Place, str]:
+def _first_name_by_place(model: LoadableModel, targets: Mapping[str, WeightTarget]) -> dict[_Place, str]:
     first_names: dict[_Place, str] = {}
     blocks: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for name, target in targets.items():
@@ -183,9 +171,7 @@ def _first_name_by_place(
                 break
             expected_start = row_end
         if expected_start != param.shape[0]:
-            raise MisuseError(
-                f"weight targets do not cover parameter {name} exactly once"
-            )
+            raise MisuseError(f"weight targets do not cover parameter {name} exactly once")
     return first_names
 
 
@@ -195,8 +181,7 @@ def _fill(name: str, tensor: torch.Tensor, target: WeightTarget) -> None:
     expected = (row_end - row_start, *param.shape[1:])
     if tuple(tensor.shape) != expected:
         raise ConfigError(
-            f"{name} has shape {tuple(tensor.shape)} in the checkpoint, but the model needs "
-            f"{expected}",
+            f"{name} has shape {tuple(tensor.shape)} in the checkpoint, but the model needs {expected}",
             field="model",
         )
     if tensor.dtype not in _LOADABLE_DTYPES:
@@ -222,32 +207,24 @@ def _refuse_leftovers(unknown: Sequence[str], missing: Sequence[str]) -> None:
     if unknown:
         complaints.append(f"the model has no place for {_some(unknown)}")
     if complaints:
-        raise ConfigError(
-            "weights do not fit the model: " + "; ".join(complaints), field="model"
-        )
+        raise ConfigError("weights do not fit the model: " + "; ".join(complaints), field="model")
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{index} is not a safetensors index: {error}", field="model"
-        ) from error
+        raise ConfigError(f"{index} is not a safetensors index: {error}", field="model") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index} holds an empty weight_map", field="model")
     return weight_map
 
 
-def _check_shard(
-    file: Path, names: Sequence[str], weight_map: Mapping[str, str]
-) -> None:
+def _check_shard(file: Path, names: Sequence[str], weight_map: Mapping[str, str]) -> None:
     expected = {name for name, shard in weight_map.items() if shard == file.name}
     wrong = sorted(expected.symmetric_difference(names))
     if wrong:
-        raise ConfigError(
-            f"{file} and its index disagree about {_some(wrong)}", field="model"
-        )
+        raise ConfigError(f"{file} and its index disagree about {_some(wrong)}", field="model")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""The one error that streams can raise on their own account."""
+"""The one error this room raises by itself."""
 
 from __future__ import annotations
 
 
 class MisuseError(RuntimeError):
-    """A law of ownership or order was broken: a bug in the calling code."""
+    """A contract of the code was broken by other code of the program: a bug, never the fault of a request."""

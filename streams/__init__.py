@@ -1,0 +1,1 @@
+"""CUDA streams, events, graphs, staging and tickets, and the CPU twin of each. Knows nothing of tokens, requests or models."""

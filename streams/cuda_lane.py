@@ -1,0 +1,205 @@
+"""A `Lane` on a CUDA stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from .errors import MisuseError
+from .fence import Fence
+from .hold import Hold, HoldList
+from .ticket import Ticket
+from .wake import Completion, EventWaiter, LaunchHostFunc, ThreadWaiter
+
+T = TypeVar("T")
+
+_MAX_POOL_STREAMS = 32  # torch hands streams out of a ring of this size per device and priority
+
+
+def distinct_streams(count: int, device: torch.device, *, taken: Iterable[torch.cuda.Stream] = ()) -> list[torch.cuda.Stream]:
+    """`count` streams of `device` that differ from each other, from `taken` and from the default stream by their raw handles.
+
+    torch's ring of streams wraps, so two new `Stream` objects may be one stream. Raises MisuseError if the ring has not enough.
+    """
+    handles = {stream.cuda_stream for stream in taken}
+    handles.add(torch.cuda.default_stream(device).cuda_stream)
+    streams: list[torch.cuda.Stream] = []
+    for _ in range(2 * _MAX_POOL_STREAMS):
+        if len(streams) == count:
+            return streams
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in handles:
+            handles.add(stream.cuda_stream)
+            streams.append(stream)
+    if len(streams) == count:
+        return streams
+    raise MisuseError(f"torch has no {count} distinct streams left (it has {_MAX_POOL_STREAMS} a device)")
+
+
+class EventPool:
+    """CUDA events without timing, used again once they have passed."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self._blocking = blocking
+        self._free: deque[torch.cuda.Event] = deque()
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event at the present end of `stream`."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=False, blocking=self._blocking)
+        event.record(stream)
+        return event
+
+    def give_back(self, event: torch.cuda.Event) -> None:
+        """Nobody asks this event any more. Waits that streams have already queued on it stay valid when it is recorded again."""
+        self._free.append(event)
+
+
+class CudaFence:
+    """A position in a `CudaLane`."""
+
+    __slots__ = ("_cell", "_pool")
+
+    def __init__(self, event: torch.cuda.Event, pool: EventPool) -> None:
+        # A cell with one event, popped once: the event goes back to the pool exactly once, whichever thread sees it passed.
+        self._cell: list[torch.cuda.Event] = [event]
+        self._pool = pool
+
+    def done(self) -> bool:
+        event = self.event()
+        if event is None:
+            return True
+        if not event.query():
+            return False
+        self._retire()
+        return True
+
+    def wait_blocking(self) -> None:
+        event = self.event()
+        if event is not None:
+            event.synchronize()
+            self._retire()
+
+    def event(self) -> torch.cuda.Event | None:
+        """The recorded event; None once the fence was seen passed."""
+        try:
+            return self._cell[0]
+        except IndexError:
+            return None
+
+    def _retire(self) -> None:
+        try:
+            event = self._cell.pop()
+        except IndexError:
+            return
+        self._pool.give_back(event)
+
+
+class CudaLane:
+    """A `Lane` whose queue is a CUDA stream.
+
+    `submit` runs inline under the stream; all else is events. `waiter` decides how tickets wake the loop (by default a daemon thread that sleeps
+    on blocking events); a lane owns its waiter, because completions are awaited in the order of one stream.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        waiter: EventWaiter | None = None,
+    ) -> None:
+        self.name = name
+        self.stream = stream if stream is not None else distinct_streams(1, device)[0]
+        self._waiter: EventWaiter = waiter if waiter is not None else ThreadWaiter(name)
+        self._fence_events = EventPool()
+        self._ticket_events = EventPool(blocking=self._waiter.blocking_events)
+        self._held = HoldList()
+        self._closed = False
+
+    def submit(self, fn: Callable[[], None]) -> None:
+        self._check_open()
+        with torch.cuda.stream(self.stream):
+            fn()
+
+    def fence(self) -> CudaFence:
+        return CudaFence(self._fence_events.record(self.stream), self._fence_events)
+
+    def wait(self, fence: Fence) -> None:
+        self._check_open()
+        if not isinstance(fence, CudaFence):
+            raise MisuseError(f"lane {self.name!r} waits for fences of CUDA lanes only")
+        event = fence.event()
+        if event is not None:
+            self.stream.wait_event(event)
+
+    def ticket(self, read: Callable[[], T], *, hold: Hold | None = None) -> Ticket[T]:
+        self._check_open()
+        event = self._ticket_events.record(self.stream)
+        completion: Completion
+        ticket: Ticket[T] = Ticket(poll=lambda: completion.poll())
+
+        def finish() -> None:
+            try:
+                value = read()
+            except BaseException as exc:
+                fail(exc)
+                return
+            self._drop(hold)
+            ticket.set_result(value)
+
+        def fail(error: BaseException) -> None:
+            self._drop(hold)
+            ticket.set_error(error)
+
+        completion = Completion(event, finish=finish, fail=fail, release=lambda: self._ticket_events.give_back(event))
+        self._waiter.watch(self.stream.cuda_stream, completion)
+        return ticket
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._waiter.close()
+
+    def synchronize_blocking(self) -> None:
+        self.stream.synchronize()
+        self._held.sweep()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MisuseError(f"lane {self.name!r} is closed")
+
+    def _drop(self, hold: Hold | None) -> None:
+        """Never raises: after a sticky CUDA error a fence cannot be asked any more, and then its objects stay referenced."""
+        try:
+            self._held.sweep()
+            if hold is not None:
+                self._held.add(hold)
+        except RuntimeError:
+            return
+
+
+def cuda_host_func_launcher() -> LaunchHostFunc:
+    """`cudaLaunchHostFunc` of the CUDA runtime that torch has loaded, for `HostFuncWaiter`. Raises OSError if it is not to be found."""
+    major = (torch.version.cuda or "").split(".")[0]
+    runtime = ctypes.CDLL(f"libcudart.so.{major}")
+    launch_host_func = runtime.cudaLaunchHostFunc
+    launch_host_func.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    launch_host_func.restype = ctypes.c_int
+
+    def launch(stream: int, function: int, argument: int) -> None:
+        status = launch_host_func(stream, function, argument)
+        if status != 0:
+            raise RuntimeError(f"cudaLaunchHostFunc failed with CUDA error {status}")
+
+    return launch

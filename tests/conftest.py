@@ -54,29 +54,36 @@ def one_torch_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def the_loop_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test in which the loop's own thread sleeps, waits for another thread or for a process."""
-    _refuse_on_loop(monkeypatch, time, "sleep", lambda seconds, *_: seconds > 0)
-    _refuse_on_loop(monkeypatch, concurrent.futures.Future, "result", lambda future, *_: not future.done())
-    _refuse_on_loop(monkeypatch, queue.Queue, "get", lambda waiting, block=True, *_: block and waiting.empty())
-    _refuse_on_loop(monkeypatch, threading.Thread, "join", lambda thread, *_: thread.is_alive())
-    _refuse_on_loop(monkeypatch, subprocess.Popen, "wait", lambda process, *_: process.poll() is None)
-    _refuse_on_loop(monkeypatch, subprocess.Popen, "communicate", lambda process, *_: process.poll() is None)
+def loop_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Fail the test in which the loop's own thread sleeps, waits for another thread or for a process.
+
+    The call raises, and is remembered besides: the engine turns what a row's code raises into that row's failure.
+    """
+    seen: list[str] = []
+    _refuse_on_loop(monkeypatch, seen, time, "sleep", lambda seconds, *_: seconds > 0)
+    _refuse_on_loop(monkeypatch, seen, concurrent.futures.Future, "result", lambda future, *_: not future.done())
+    _refuse_on_loop(monkeypatch, seen, queue.Queue, "get", lambda items, block=True, *_: block and items.empty())
+    _refuse_on_loop(monkeypatch, seen, threading.Thread, "join", _join_blocks)
+    _refuse_on_loop(monkeypatch, seen, subprocess.Popen, "wait", lambda child, *_: child.poll() is None)
+    _refuse_on_loop(monkeypatch, seen, subprocess.Popen, "communicate", lambda child, *_: child.poll() is None)
+    yield seen
+    assert seen == [], "calls that block were made on the event loop's thread"
 
 
-@pytest.fixture
-def blocking_is_fine(the_loop_never_blocks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For a test that blocks the loop on purpose, to show what then happens."""
-    monkeypatch.undo()
-    yield
+def _join_blocks(thread: threading.Thread, *_: object) -> bool:
+    # A loop that closes joins the thread that has shut its executor down; that thread is at its end.
+    return thread.is_alive() and "(_do_shutdown)" not in thread.name
 
 
-def _refuse_on_loop(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, blocks: Callable[..., bool]) -> None:
+def _refuse_on_loop(
+    monkeypatch: pytest.MonkeyPatch, seen: list[str], owner: Any, name: str, blocks: Callable[..., bool]
+) -> None:
     real = getattr(owner, name)
 
     @functools.wraps(real)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if asyncio._get_running_loop() is not None and blocks(*args):
+            seen.append(f"{owner.__name__}.{name}")
             raise LoopBlocked(f"{owner.__name__}.{name} was called on the event loop's thread")
         return real(*args, **kwargs)
 

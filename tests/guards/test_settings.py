@@ -31,9 +31,13 @@ def _wait_for_a_thread() -> object:
 
 
 @pytest.mark.parametrize("block", [_sleep, _wait_for_a_future, _wait_for_a_queue, _wait_for_a_thread])
-async def test_blocking_the_loop_fails_the_test(block: Callable[[], object]) -> None:
+async def test_a_call_that_blocks_the_loop_raises_and_is_remembered(
+    block: Callable[[], object], loop_blocks: list[str]
+) -> None:
     with pytest.raises(AssertionError, match="on the event loop's thread"):
         block()
+    assert len(loop_blocks) == 1
+    loop_blocks.clear()  # or this test would fail at its end
 
 
 async def test_what_does_not_block_is_allowed_on_the_loop() -> None:

@@ -108,7 +108,7 @@ def model_folder(tmp_path: Path) -> Path:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": {"content": "<|begin|>", "special": True},
+        "bos_token": {"__type": "AddedToken", "content": "<|begin|>", "special": True},
         "eos_token": "<|end|>",
         "pad_token": None,
         "chat_template": CHAT_TEMPLATE,

@@ -1,5 +1,7 @@
 """Stop strings against a plain search of the whole text."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=
 
 def in_chunks(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 def first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:

@@ -3,6 +3,7 @@
     SlipstreamError
       ├─ RequestError       the caller's: bad parameter, prompt too long (names the field)
       ├─ Overloaded         the load's: queue full, draining (try again later)
+      ├─ RequestCancelled   nobody's: the request was aborted while its consumer waited
       ├─ StepFailed         one step's: its rows fail, the engine goes on
       ├─ EngineDead         everyone's: the engine cannot go on (stored for late comers)
       └─ ConfigError        the operator's: found before the device is touched
@@ -20,6 +21,7 @@ __all__ = [
     "EngineDead",
     "MisuseError",
     "Overloaded",
+    "RequestCancelled",
     "RequestError",
     "SlipstreamError",
     "StepFailed",
@@ -46,6 +48,10 @@ class Overloaded(SlipstreamError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.draining = draining
+
+
+class RequestCancelled(SlipstreamError):
+    """The request was aborted by somebody else than the consumer that waits for it."""
 
 
 class StepFailed(SlipstreamError):

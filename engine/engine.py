@@ -1,0 +1,345 @@
+"""The Engine: what a program holds. Opens the model, checks requests, runs the step loop under one supervisor task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from .config import EngineConfig
+from .errors import ConfigError, EngineDead, MisuseError, Overloaded, RequestError
+from .outputs import Completion, Failed, Finished, Sink
+from .request import Request
+from .request_builder import RequestBuilder
+from .sampling_params import SamplingParams
+from .scheduler.scheduler import Scheduler, SchedulerStats
+from .step_loop import StepLoop, deliver
+from .text.chat_template import ChatTemplate
+from .text.tokenization import TextTokenizer
+from .token_stream import TokenStream
+from .worker import Worker, WorkerLimits
+
+if TYPE_CHECKING:
+    from ..streams.marks import Marks
+
+STOP_TIMEOUT_S = 5.0  # how long closing waits for the step in flight before it gives the step up
+
+
+class EngineState(Enum):
+    """Where an engine stands."""
+
+    NEW = "new"
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DEAD = "dead"
+    CLOSED = "closed"
+
+    @property
+    def is_alive(self) -> bool:
+        return self not in (EngineState.DEAD, EngineState.CLOSED)
+
+    @property
+    def is_ready(self) -> bool:
+        return self is EngineState.READY
+
+
+class RequestHandle(NamedTuple):
+    """A submitted request."""
+
+    engine: Engine
+    request: Request
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def abort(self) -> None:
+        """End the request now: its sink gets Cancelled before this returns. Does nothing if it has ended."""
+        self.engine._abort(self.request)
+
+
+class Engine:
+    """One model on one device. `async with Engine(model=…) as engine: async for delta in engine.generate(…): …`
+
+    Everything here is called on the event loop that started the engine.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, **settings: object) -> None:
+        """`config`, or its settings by name. Raises: ConfigError naming the field."""
+        if config is not None and settings:
+            raise ConfigError(f"give a config or settings, not both: {', '.join(settings)}")
+        self.config = config if config is not None else EngineConfig.from_settings(settings)
+        self.tokenizer: TextTokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
+        self.model_name = self.config.model
+        self.state = EngineState.NEW
+        self.marks: Marks | None = None  # set before start to record what the loop does when
+        self.proves_laws = False  # check every law of ownership after every step: for tests
+        self._worker: Worker | None = None
+        self._scheduler: Scheduler | None = None
+        self._builder: RequestBuilder | None = None
+        self._loop: StepLoop | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._death: EngineDead | None = None
+        self._num_aborted = 0
+
+    @classmethod
+    def on(
+        cls,
+        worker: Worker,
+        *,
+        tokenizer: TextTokenizer | None = None,
+        chat_template: ChatTemplate | None = None,
+        **settings: object,
+    ) -> Engine:
+        """An engine over a worker that the caller made: another device, or a script."""
+        engine = cls(EngineConfig.from_settings({"model": "custom-worker", **settings}))
+        engine._worker = worker
+        engine.tokenizer = tokenizer
+        engine.chat_template = chat_template or (tokenizer.chat_template if tokenizer is not None else None)
+        return engine
+
+    # ---- life
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Load, build, warm up. Raises: ConfigError; the engine is closed then."""
+        if self.state is not EngineState.NEW:
+            raise MisuseError(f"an engine starts once; this one is {self.state.value}")
+        self.state = EngineState.STARTING
+        try:
+            if self._worker is None:
+                self._worker = await self._build_worker()
+            limits = await self._worker.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        self._scheduler = Scheduler(
+            limits,
+            chunked_prefill_size=self.config.chunked_prefill_size,
+            max_prefill_tokens=self.config.max_prefill_tokens,
+            max_queued_requests=self.config.max_queued_requests,
+            prefix_cache=self.config.prefix_cache,
+        )
+        self._builder = RequestBuilder(limits, self.tokenizer)
+        self._loop = StepLoop(
+            self._scheduler,
+            self._worker,
+            overlap=self.config.overlap,
+            marks=self.marks,
+            after_commit=self._scheduler.check if self.proves_laws else None,
+        )
+        self._supervisor = asyncio.create_task(self._supervise(self._loop), name="slipstream-engine")
+        self.state = EngineState.READY
+
+    def request_drain(self) -> None:
+        """Take no new requests from now on; those that are here go on."""
+        if self.state is EngineState.READY:
+            self.state = EngineState.DRAINING
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests and wait until all have ended; after `timeout_s` the rest end with Overloaded."""
+        self.request_drain()
+        if self._loop is None or self._scheduler is None:
+            return
+        try:
+            await asyncio.wait_for(self._loop.idle.wait(), timeout_s)
+        except TimeoutError:
+            error = Overloaded("the server is shutting down", draining=True)
+            for request in list(self._scheduler.requests()):
+                cancelled = self._scheduler.abort(request)
+                if cancelled is not None:
+                    request.sink.end(Failed(error=error, usage=cancelled.usage))
+
+    async def aclose(self) -> None:
+        """End every request as cancelled, stop the loop and the worker. Returns in bounded time, from any task."""
+        if self.state is not EngineState.DEAD:
+            self.state = EngineState.CLOSED
+        if self._scheduler is not None:
+            for request in list(self._scheduler.requests()):
+                self._abort(request)
+        if self._loop is not None:
+            self._loop.close()
+        if self._supervisor is not None:
+            await asyncio.wait({self._supervisor}, timeout=STOP_TIMEOUT_S)
+            self._supervisor.cancel()
+        if self._worker is not None:
+            await self._worker.aclose()
+
+    async def _build_worker(self) -> Worker:
+        """Find the model and make the worker for this machine's device."""
+        from .forward.tp_worker import TpWorker
+        from .loader.model_source import resolve_model
+
+        folder: Path = await asyncio.to_thread(resolve_model, self.config.model)
+        if not self.config.skip_tokenizer:
+            self.tokenizer = await asyncio.to_thread(TextTokenizer.load, folder)
+            self.chat_template = self.tokenizer.chat_template
+            if self.config.chat_template is not None:
+                source = await asyncio.to_thread(_read_template, self.config.chat_template)
+                self.chat_template = ChatTemplate(source, special_tokens=self.tokenizer.special_tokens)
+        return TpWorker(self.config, folder)
+
+    async def _supervise(self, loop: StepLoop) -> None:
+        """Run the loop; its death reaches every consumer and is kept for those who come later."""
+        try:
+            await loop.run()
+        except asyncio.CancelledError:
+            self._die(EngineDead("the engine was stopped while a step was running"))
+            raise
+        except Exception as error:
+            self._die(error)
+
+    def _die(self, error: Exception) -> None:
+        death = error if isinstance(error, EngineDead) else EngineDead(f"the engine has died: {error}")
+        if death is not error:
+            death.__cause__ = error
+        self._death = death
+        if self.state is not EngineState.CLOSED:
+            self.state = EngineState.DEAD
+        if self._scheduler is not None:
+            deliver(self._scheduler.abort_all(death))
+
+    # ---- what it knows
+
+    @property
+    def limits(self) -> WorkerLimits:
+        """What the worker can hold. Raises: MisuseError before the engine has started."""
+        return self._started().limits
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counts of now and since the start. Raises: MisuseError before the engine has started."""
+        return self._started().stats
+
+    @property
+    def death(self) -> EngineDead | None:
+        """Why the engine is dead, if it is."""
+        return self._death
+
+    @property
+    def num_settled_steps(self) -> int:
+        """Steps committed or failed so far; while requests run it grows, or the engine is stuck."""
+        return self._loop.num_settled if self._loop is not None else 0
+
+    @property
+    def num_aborted(self) -> int:
+        """Requests ended by `abort`."""
+        return self._num_aborted
+
+    # ---- requests
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> TokenStream:
+        """Stream a request's deltas. A text prompt is tokenised as it stands (no chat template)."""
+
+        async def submit(sink: Sink) -> RequestHandle:
+            ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+            return self.submit(ids, params, sink, request_id=request_id)
+
+        return TokenStream(submit)
+
+    async def complete(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> Completion:
+        """The whole answer. Raises as `generate` does; cancelling it aborts the request."""
+        token_ids: list[int] = []
+        pieces: list[str] = []
+        finished: Finished | None = None
+        async with self.generate(prompt, params, request_id=request_id) as stream:
+            async for delta in stream:
+                token_ids.extend(delta.token_ids)
+                pieces.append(delta.text)
+                finished = delta.finished
+        if finished is None:
+            raise MisuseError("a stream ended without its terminal event")
+        return Completion(
+            text="".join(pieces),
+            token_ids=tuple(token_ids),
+            finish_reason=finished.reason,
+            stop_reason=finished.stop_reason,
+            usage=finished.usage,
+        )
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text; long texts are encoded off the loop. Raises: RequestError."""
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give token ids", param="prompt")
+        return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None,
+        sink: Sink,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+    ) -> RequestHandle:
+        """Check and queue a request in one go; nothing is registered if it raises.
+
+        `salt`: requests share cached prefixes only with the same salt.
+        Raises: RequestError naming the field, Overloaded, EngineDead.
+        """
+        scheduler = self._accepting()
+        assert self._builder is not None
+        assert self._loop is not None
+        request = self._builder.build(
+            prompt_ids, params if params is not None else SamplingParams(), sink, request_id=request_id, salt=salt
+        )
+        scheduler.add(request)
+        self._loop.wake()
+        return RequestHandle(self, request)
+
+    def abort(self, request_id: str) -> int:
+        """Abort every live request with this id; return how many there were."""
+        found = [request for request in self._started().requests() if request.request_id == request_id]
+        for request in found:
+            self._abort(request)
+        return len(found)
+
+    def _abort(self, request: Request) -> None:
+        if self._scheduler is None:
+            return
+        end = self._scheduler.abort(request)
+        if end is not None:
+            self._num_aborted += 1
+            request.sink.end(end)
+            if self._loop is not None:
+                self._loop.wake()
+
+    def _accepting(self) -> Scheduler:
+        if self._death is not None:
+            raise EngineDead(str(self._death)) from self._death
+        if self.state is EngineState.DRAINING:
+            raise Overloaded("the server is shutting down", draining=True)
+        if self.state is EngineState.CLOSED:
+            raise EngineDead("the engine is closed")
+        if self.state is not EngineState.READY:
+            raise Overloaded("the engine is still starting")
+        return self._started()
+
+    def _started(self) -> Scheduler:
+        if self._scheduler is None:
+            raise MisuseError("the engine has not started")
+        return self._scheduler
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the chat template {path}: {error.strerror}", field="chat_template") from None

@@ -1,0 +1,64 @@
+"""Where a consumer picks up its request's tokens: delivery never waits for it, and what it is late for is joined."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from .errors import RequestCancelled
+from .outputs import Cancelled, Delta, End, Failed, Finished
+
+
+class Outbox:
+    """A Sink with one consumer on the same event loop.
+
+    Its size is bounded by the request's own limits: a slow consumer gets one larger delta, not a longer queue.
+    """
+
+    __slots__ = ("_end", "_pieces", "_token_ids", "_waiter")
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._pieces: list[str] = []
+        self._end: End | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, token_ids: Sequence[int], text: str) -> None:
+        self._token_ids.extend(token_ids)
+        if text:
+            self._pieces.append(text)
+        self._wake()
+
+    def end(self, end: End) -> None:
+        self._end = end
+        self._wake()
+
+    @property
+    def has_ended(self) -> bool:
+        """The terminal event is here; there may still be tokens before it to pick up."""
+        return self._end is not None
+
+    async def take(self) -> Delta:
+        """Wait for what is new and return all of it.
+
+        Raises: the request's error if it failed; RequestCancelled if it was aborted. Cancelling the wait loses nothing.
+        """
+        while not self._token_ids and self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if isinstance(self._end, Failed):
+            raise self._end.error
+        if isinstance(self._end, Cancelled):
+            raise RequestCancelled("the request was aborted")
+        finished = self._end if isinstance(self._end, Finished) else None
+        delta = Delta(tuple(self._token_ids), "".join(self._pieces), finished)
+        self._token_ids.clear()
+        self._pieces.clear()
+        return delta
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

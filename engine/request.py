@@ -1,0 +1,144 @@
+"""One request from arrival to its terminal event: the scheduler's mutable record of it.
+
+Owned by the scheduler; nothing else writes it. Positions count tokens of prompt and outputs together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import Enum
+
+from .cache.radix_node import RadixNode
+from .errors import MisuseError
+from .outputs import Sink, Usage
+from .sampling_params import SamplingParams
+from .scheduler.schedule_batch import RowSampling
+from .text.text_stream import TextStream
+
+
+class RequestState(Enum):
+    """Where a request stands; the last three are ends, each reached once."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_ENDS = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
+TRANSITIONS: dict[RequestState, tuple[RequestState, ...]] = {
+    RequestState.WAITING: (RequestState.RUNNING, RequestState.FAILED, RequestState.CANCELLED),
+    RequestState.RUNNING: (RequestState.WAITING, *_ENDS),  # back to waiting: retracted
+    RequestState.FINISHED: (),
+    RequestState.FAILED: (),
+    RequestState.CANCELLED: (),
+}
+
+
+class Request:
+    """A request's ids, limits, and what it holds of the device."""
+
+    __slots__ = (
+        "arrival",
+        "decoding",
+        "ids",
+        "last_step",
+        "max_total_tokens",
+        "node",
+        "node_pages",
+        "num_cached_tokens",
+        "num_planned",
+        "num_prefilled",
+        "num_prompt_tokens",
+        "num_retractions",
+        "num_slots",
+        "pages",
+        "params",
+        "prefill_committed",
+        "request_id",
+        "row",
+        "salt",
+        "sampling",
+        "sink",
+        "started",
+        "state",
+        "stop_ids",
+        "table_writes",
+        "text",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sampling: RowSampling,
+        stop_ids: frozenset[int],
+        max_total_tokens: int,
+        sink: Sink,
+        text: TextStream | None = None,
+        salt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.ids = array("i", prompt_ids)
+        self.num_prompt_tokens = len(self.ids)
+        self.params = params
+        self.sampling = sampling
+        self.stop_ids = stop_ids  # drawing one of these ends the request
+        self.max_total_tokens = max_total_tokens  # prompt and outputs together, known from the start
+        self.sink = sink
+        self.text = text
+        self.salt = salt
+        self.arrival = 0  # order of arrival, set by the scheduler; kept over retractions
+        self.state = RequestState.WAITING
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
+        self.num_retractions = 0
+        self.row = 0
+        self.node: RadixNode | None = None  # the locked node that ends this request's share of the tree
+        self.node_pages = 0  # how many of the leading `pages` the tree owns; the others are this request's own
+        self.pages: list[int] = []
+        self.num_slots = 0  # positions that `pages` have room for
+        self.table_writes: list[tuple[int, int]] = []  # (column, page) the device's row table does not know yet
+        self.num_planned = 0  # positions whose KV some launched step computes
+        self.num_prefilled = 0  # positions found in the cache or computed by committed extend steps
+        self.started = False  # the worker has this row's RowStart
+        self.decoding = False  # a step that samples this row was launched: its next id is in the relay
+        self.prefill_committed = False  # the sample that ends this admission's prefill is committed
+        self.last_step = -1  # the last launched step that names this row
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id} {self.state.value} prompt={self.num_prompt_tokens}"
+            f" outputs={self.num_outputs} planned={self.num_planned} pages={len(self.pages)}>"
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """Committed output tokens."""
+        return len(self.ids) - self.num_prompt_tokens
+
+    @property
+    def num_computed(self) -> int:
+        """Positions whose KV a committed step has computed; the newest output's is never among them."""
+        return len(self.ids) - 1 if self.prefill_committed else self.num_prefilled
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDS
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            output_tokens=self.num_outputs,
+        )
+
+    def move(self, state: RequestState) -> None:
+        """Change state. Raises: MisuseError for a move that the table does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise MisuseError(f"request {self.request_id} cannot go from {self.state.value} to {state.value}")
+        self.state = state

@@ -1,0 +1,104 @@
+"""Checks what a caller asks for against what this engine can do, and makes the scheduler's record of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+from collections.abc import Sequence
+
+from .errors import RequestError
+from .outputs import Sink
+from .request import Request
+from .sampling_params import SamplingParams
+from .scheduler.schedule_batch import RowSampling
+from .text.detokenizer import Detokenizer
+from .text.text_stream import TextStream
+from .text.tokenization import TextTokenizer
+from .worker import WorkerLimits
+
+LENGTH_CODE = "context_length_exceeded"
+
+
+class RequestBuilder:
+    """Makes requests for one engine. Everything that can be wrong with one is found here, before any compute."""
+
+    def __init__(self, limits: WorkerLimits, tokenizer: TextTokenizer | None) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._eos_ids = tokenizer.eos_ids if tokenizer is not None else frozenset[int]()
+        # A sequence longer than the whole pool could never finish, whatever else was retracted for it.
+        self._longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
+        self._numbers = itertools.count()
+        self._seeds = random.Random()  # an engine of its own: a caller who seeds the global one does not seed us
+
+    def build(
+        self, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink, *, request_id: str | None, salt: str | None
+    ) -> Request:
+        """Raises: RequestError naming the field."""
+        ids = self._checked_ids(prompt_ids)
+        number = next(self._numbers)
+        return Request(
+            request_id=request_id if request_id is not None else f"req-{number}",
+            prompt_ids=ids,
+            params=params,
+            sampling=RowSampling(
+                temperature=0.0 if params.is_greedy else params.temperature,
+                top_k=max(params.top_k, 0),
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            ),
+            stop_ids=self._stop_ids(params),
+            max_total_tokens=self._checked_length(len(ids), params),
+            sink=sink,
+            text=self._text_stream(ids, params),
+            salt=salt,
+        )
+
+    def _checked_ids(self, prompt_ids: Sequence[int]) -> array[int]:
+        try:
+            ids = array("i", prompt_ids)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"the prompt must be token ids: {error}", param="prompt") from None
+        if not ids:
+            raise RequestError("the prompt must have at least one token", param="prompt")
+        vocab_size = self._limits.vocab_size
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(f"token id {bad} is outside the vocabulary 0…{vocab_size - 1}", param="prompt")
+        return ids
+
+    def _checked_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Prompt and output together, at most."""
+        longest = self._longest
+        num_outputs = 1 if params.max_tokens is None else params.max_tokens
+        if num_prompt_tokens + min(num_outputs, 1) > longest:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens; prompt and output together may have {longest}",
+                param="prompt",
+                code=LENGTH_CODE,
+            )
+        if num_prompt_tokens + num_outputs > longest:
+            raise RequestError(
+                f"{num_prompt_tokens} prompt tokens and max_tokens {num_outputs} exceed the limit of {longest}",
+                param="max_tokens",
+                code=LENGTH_CODE,
+            )
+        return longest if params.max_tokens is None else num_prompt_tokens + num_outputs
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        for token_id in params.stop_token_ids:
+            if token_id >= self._limits.vocab_size:
+                raise RequestError(f"stop id {token_id} is outside the vocabulary", param="stop_token_ids")
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self._eos_ids
+
+    def _text_stream(self, ids: array[int], params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            if params.stop:
+                raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
+            return None
+        detokenizer = Detokenizer(self._tokenizer, prompt_ids=ids, skip_special_tokens=params.skip_special_tokens)
+        return TextStream(detokenizer, params.stop, includes_stop=params.include_stop_str_in_output)

@@ -1,0 +1,82 @@
+"""The rows of the step being planned, gathered in columns and frozen into a ScheduleBatch."""
+
+from __future__ import annotations
+
+from array import array
+
+from ..request import Request
+from .schedule_batch import RowStart, ScheduleBatch
+
+
+class Lineup:
+    """Decode rows first, then extend rows. Gathers; the scheduler decides and owns the requests."""
+
+    def __init__(self) -> None:
+        self.decodes: list[Request] = []
+        self.extends: list[tuple[Request, int, bool]] = []  # request, tokens computed now, whether it samples
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and not self.extends
+
+    def extend(self, request: Request, num_new: int) -> None:
+        """Take in the next `num_new` positions of a request whose pages are there."""
+        ends_prefill = request.num_planned + num_new == len(request.ids)
+        self.extends.append((request, num_new, ends_prefill and request.max_total_tokens > len(request.ids)))
+
+    def freeze(self, step: int) -> tuple[ScheduleBatch, list[Request]]:
+        """Return the batch and its requests in row order, and move every request past this step."""
+        decodes = self.decodes
+        rows = [request.row for request in decodes]
+        prior = [request.num_planned for request in decodes]
+        for request in decodes:
+            request.num_planned += 1
+            request.last_step = step
+        num_new = [1] * len(decodes)
+        samples = [True] * len(decodes)
+        members = list(decodes)
+        ids = array("i")
+        starts: list[RowStart] = []
+        for request, num_tokens, does_sample in self.extends:
+            start = request.num_planned
+            rows.append(request.row)
+            prior.append(start)
+            num_new.append(num_tokens)
+            samples.append(does_sample)
+            members.append(request)
+            ids.extend(request.ids[start : start + num_tokens])
+            request.num_planned = start + num_tokens
+            request.last_step = step
+            request.decoding = does_sample
+            if not request.started:
+                request.started = True
+                starts.append(RowStart(row=request.row, sampling=request.sampling))
+        table_rows, table_columns, table_pages = _table_writes(members)
+        batch = ScheduleBatch(
+            step=step,
+            num_decode=len(decodes),
+            rows=tuple(rows),
+            num_prior=tuple(prior),
+            num_new=tuple(num_new),
+            samples=tuple(samples),
+            extend_ids=ids.tobytes(),
+            table_rows=table_rows,
+            table_columns=table_columns,
+            table_pages=table_pages,
+            starts=tuple(starts),
+        )
+        return batch, members
+
+
+def _table_writes(members: list[Request]) -> tuple[bytes, bytes, bytes]:
+    rows, columns, pages = array("i"), array("i"), array("i")
+    for request in members:
+        writes = request.table_writes
+        if writes:
+            row = request.row
+            for column, page in writes:
+                rows.append(row)
+                columns.append(column)
+                pages.append(page)
+            request.table_writes = []
+    return rows.tobytes(), columns.tobytes(), pages.tobytes()

@@ -1,0 +1,121 @@
+"""Which prompt tokens join the step being planned, within three budgets: input, chunk and memory.
+
+Input bounds the prompt tokens of a step, chunk the step as a whole once a prompt must be cut (the decode rows that share
+the step count in both), memory the pages that everything admitted is expected to need before it ends. One prompt at a
+time is in pieces; the pieces end on page boundaries, so that a piece always fills whole pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+from ..request import Request
+from .lineup import Lineup
+from .request_memory import RequestMemory
+
+CLIPPED_OUTPUT_TOKENS = 4096  # more output than this is not reserved ahead: it can be retracted for
+
+
+class Admission(Enum):
+    """What became of a waiting request."""
+
+    ADMITTED = "admitted"
+    NO_MEMORY = "no memory"  # its pages would not last: nobody behind it is tried
+    NO_BUDGET = "no budget"  # this step computes enough tokens already
+
+
+def expected_outputs(request: Request, ratio: float) -> int:
+    """Output tokens that `request` is still expected to produce."""
+    left = min(request.max_total_tokens - len(request.ids), CLIPPED_OUTPUT_TOKENS)
+    return left if request.params.ignore_eos else int(left * ratio)
+
+
+class PrefillAdder:
+    """The budgets of one step, spent request by request."""
+
+    def __init__(
+        self,
+        memory: RequestMemory,
+        lineup: Lineup,
+        *,
+        running: Iterable[Request],
+        ratio: float,
+        chunk_tokens: int,
+        input_tokens: int,
+    ) -> None:
+        self._memory = memory
+        self._lineup = lineup
+        self._ratio = ratio
+        num_decode = len(lineup.decodes)
+        self._chunk_tokens = chunk_tokens - num_decode
+        self._input_tokens = input_tokens - num_decode
+        self._running = running
+        self._reserved_pages: int | None = None  # summed on first need: most steps admit nobody
+
+    @property
+    def has_budget(self) -> bool:
+        return self._chunk_tokens > 0 and self._input_tokens > 0
+
+    def continue_chunk(self, request: Request) -> None:
+        """Take the next piece of the prompt that is under way. It always moves while a page of room is left."""
+        # A step full of decode rows must not starve it: one page at least.
+        budget = max(min(self._chunk_tokens, self._input_tokens), self._memory.page_size)
+        room = request.num_slots + self._memory.num_available_pages * self._memory.page_size - request.num_planned
+        self._take(request, min(budget, room))
+
+    def admit(self, request: Request, *, may_exceed: bool) -> Admission:
+        """Try to start a waiting request. `may_exceed`: nothing else runs, so its expectations are not held against it."""
+        if not self.has_budget:
+            return Admission.NO_BUDGET
+        memory = self._memory
+        memory.attach_prefix(request)  # locked while it is judged: the lock itself shrinks what is evictable
+        num_wanted = len(request.ids) + 1 + (0 if may_exceed else expected_outputs(request, self._ratio))
+        num_pages = memory.pages_for(min(num_wanted, request.max_total_tokens)) - len(request.pages)
+        reserved = 0 if may_exceed else self._reserved()
+        if num_pages > memory.num_available_pages - reserved:
+            memory.detach_prefix(request)
+            return Admission.NO_MEMORY
+        num_left = len(request.ids) - request.num_planned
+        budget = min(self._chunk_tokens, self._input_tokens)
+        if num_left > budget and self._floor(request, budget) <= 0:
+            memory.detach_prefix(request)
+            return Admission.NO_BUDGET
+        memory.seat(request)
+        if request.num_retractions == 0:
+            request.num_cached_tokens = request.num_planned
+        if self._reserved_pages is not None:
+            self._reserved_pages += num_pages
+        self._take(request, budget)
+        return Admission.ADMITTED
+
+    def _take(self, request: Request, budget: int) -> None:
+        num_left = len(request.ids) - request.num_planned
+        num_new = num_left if num_left <= budget else self._floor(request, budget)
+        if num_new <= 0:
+            return
+        num_positions = request.num_planned + num_new
+        num_pages = self._memory.pages_for(num_positions) - len(request.pages)
+        if not self._memory.secure(num_pages):
+            return  # pages of a step in flight are on their way home
+        self._memory.grow(request, num_positions)
+        if self._reserved_pages is not None:
+            self._reserved_pages -= num_pages  # no longer an expectation: these pages are taken
+        self._lineup.extend(request, num_new)
+        self._chunk_tokens -= num_new
+        self._input_tokens -= num_new
+
+    def _floor(self, request: Request, budget: int) -> int:
+        """The largest piece within `budget` that ends on a page boundary."""
+        page_size = self._memory.page_size
+        return (request.num_planned + budget) // page_size * page_size - request.num_planned
+
+    def _reserved(self) -> int:
+        """Pages that the running requests are expected to take beyond those they have."""
+        if self._reserved_pages is None:
+            page_size = self._memory.page_size
+            self._reserved_pages = 0
+            for request in self._running:
+                num_positions = len(request.ids) + expected_outputs(request, self._ratio)
+                self._reserved_pages += max(-(-num_positions // page_size) - len(request.pages), 0)
+        return self._reserved_pages

@@ -1,0 +1,129 @@
+"""What requests hold of the device: rows, pages, and their share of the prefix tree.
+
+Owns the allocator, the row table and the tree, and keeps law 5 (a page belongs to exactly one of free list, tree, one
+request, one step's hold list) and law 6 (only positions of committed steps enter the tree). Knows nothing of policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..cache.page_allocator import PageAllocator
+from ..cache.radix_cache import RadixCache
+from ..cache.request_table import RequestTable
+from ..request import Request
+from ..worker import WorkerLimits
+
+
+class RequestMemory:
+    """Rows and pages of one engine."""
+
+    def __init__(self, limits: WorkerLimits, *, prefix_cache: bool) -> None:
+        self.page_size = limits.page_size
+        self.pages = PageAllocator(limits.num_pages, limits.page_size)
+        self.rows = RequestTable(limits.num_rows)
+        self.tree = RadixCache(self.pages, limits.page_size, enabled=prefix_cache)
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or would be after eviction."""
+        return self.pages.num_free + self.tree.num_evictable_pages
+
+    def pages_for(self, num_positions: int) -> int:
+        """Pages that hold this many positions."""
+        return -(-num_positions // self.page_size)
+
+    def secure(self, num_pages: int) -> bool:
+        """Have this many pages free, evicting what must go. False if even that is not enough now."""
+        short = num_pages - self.pages.num_free
+        if short > 0:
+            self.tree.evict(short)
+        return self.pages.num_free >= num_pages
+
+    def attach_prefix(self, request: Request) -> None:
+        """Lock the longest cached prefix for `request`, leaving at least its last token to be computed."""
+        match = self.tree.match(request.ids[:-1].tobytes(), request.salt)
+        self.tree.lock(match.node)
+        request.node = match.node
+        request.pages = list(match.pages)
+        request.node_pages = len(request.pages)
+        request.num_slots = len(request.pages) * self.page_size
+        request.num_planned = request.num_prefilled = match.num_tokens
+
+    def detach_prefix(self, request: Request) -> None:
+        """Undo attach_prefix for a request that was not admitted after all."""
+        assert request.node is not None
+        self.tree.unlock(request.node)
+        request.node = None
+        request.pages = []
+        request.node_pages = request.num_slots = request.num_planned = request.num_prefilled = 0
+
+    def seat(self, request: Request) -> None:
+        """Give an admitted request a row; its prefix pages are written to the device's table with its first step."""
+        assert request.node is not None
+        self.tree.record_use(request.node)
+        request.row = self.rows.allocate()
+        request.table_writes = list(enumerate(request.pages))
+
+    def grow(self, request: Request, num_positions: int) -> None:
+        """Give `request` room for its first `num_positions` positions, out of free pages (see `secure`)."""
+        have = len(request.pages)
+        more = self.pages_for(num_positions) - have
+        if more <= 0:
+            return
+        taken = self.pages.allocate(more)
+        request.pages.extend(taken)
+        request.table_writes.extend(enumerate(taken, have))
+        request.num_slots = (have + more) * self.page_size
+
+    def share(self, request: Request) -> None:
+        """Put the committed whole pages of a running request into the tree, so that others match them at once."""
+        self._insert(request)
+
+    def release(self, request: Request, *, keep: bool) -> None:
+        """Take everything back under the hold law. `keep`: what is committed stays in the tree, evictable."""
+        assert request.node is not None
+        num_tree_pages = self._insert(request) if keep else request.node_pages
+        self.pages.release(request.pages[num_tree_pages:], request.last_step)
+        self.tree.unlock(request.node, request.last_step)
+        self.rows.release(request.row, request.last_step)
+        request.node = None
+        request.node_pages = 0
+        request.pages = []
+        request.table_writes = []
+        request.row = request.num_slots = request.num_planned = request.num_prefilled = 0
+        request.started = request.decoding = request.prefill_committed = False
+
+    def commit(self, step: int) -> None:
+        """Step `step` is committed, failed or not: what it held comes home."""
+        self.pages.commit(step)
+        self.rows.commit(step)
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Prove laws 4 and 5. Raises: MisuseError."""
+        running = list(running)
+        self.tree.check()
+        self.rows.check(request.row for request in running)
+        own = [page for request in running for page in request.pages[request.node_pages :]]
+        self.pages.check([*self.tree.pages(), *own])
+
+    def _insert(self, request: Request) -> int:
+        """Insert the committed whole pages; return how many leading pages of the request the tree now owns."""
+        assert request.node is not None
+        num_pages = request.num_computed // self.page_size
+        if num_pages <= request.node_pages:
+            return request.node_pages
+        ids = request.ids[: num_pages * self.page_size].tobytes()
+        result = self.tree.insert(ids, request.pages[:num_pages], request.salt, last_step=request.last_step)
+        if result.num_tree_pages == 0:
+            return request.node_pages  # no cache: the request goes on owning its pages
+        self.tree.lock(result.node)
+        self.tree.unlock(request.node, request.last_step)
+        # The row is pointed at the tree's pages by its next step; until that is launched our duplicates stay held.
+        for index, _, tree_page in result.duplicates:
+            request.pages[index] = tree_page
+            request.table_writes.append((index, tree_page))
+        self.pages.release([own_page for _, own_page, _ in result.duplicates], request.last_step)
+        request.node = result.node
+        request.node_pages = result.num_tree_pages
+        return result.num_tree_pages

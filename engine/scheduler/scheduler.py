@@ -1,0 +1,346 @@
+"""Who runs next: admission, continuous batching, retraction, commit. Host integers only.
+
+Owns every request from `add` to its end, and through RequestMemory all rows and pages. Knows nothing of tensors, clocks
+or consumers. Two steps may coexist: `plan` may be called while one step is in flight, whose tokens are not known yet.
+
+A request that ends while a launched step still names it stays in that step as a surplus row: its token is dropped and
+what it held is held until that step is committed. Retraction happens only with nothing in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..errors import MisuseError, Overloaded, StepFailed
+from ..outputs import Cancelled, End, Failed, Finished, FinishReason
+from ..request import Request, RequestState
+from ..worker import SampleInputs, StepOutcome, WorkerLimits
+from .lineup import Lineup
+from .new_token_ratio import NewTokenRatio
+from .prefill_adder import Admission, PrefillAdder
+from .request_memory import RequestMemory
+from .schedule_batch import NoBatch, ScheduleBatch
+
+
+class Update(NamedTuple):
+    """What one step brought one request. `end` is its terminal event, if this was its last step."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    text: str
+    end: End | None
+
+
+class SchedulerStats(NamedTuple):
+    """Counts since the start, and what is there now."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int  # in the prefix tree, evictable
+    num_steps: int  # launched steps
+    num_drains: int  # times a plan had to wait for the step in flight
+    num_retractions: int
+    num_prompt_tokens: int  # admitted, cached or not
+    num_cached_tokens: int  # of those, found in the prefix cache
+    num_output_tokens: int
+
+
+class Scheduler:
+    """Plans steps and commits them, in turn."""
+
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        *,
+        chunked_prefill_size: int,
+        max_prefill_tokens: int,
+        max_queued_requests: int,
+        prefix_cache: bool,
+    ) -> None:
+        self.limits = limits
+        self.memory = RequestMemory(limits, prefix_cache=prefix_cache)
+        self._chunk_tokens = chunked_prefill_size
+        self._input_tokens = max_prefill_tokens
+        self._max_queued_requests = max_queued_requests
+        self._waiting: deque[Request] = deque()
+        self._decoding: list[Request] = []  # running, their next id in the relay
+        self._prefilling: Request | None = None  # running, its prompt in pieces
+        self._flights: dict[int, list[Request]] = {}  # requests in row order, by launched step
+        self._ratio = NewTokenRatio()
+        self._next_step = 0
+        self._num_arrived = 0
+        self._num_drains = 0
+        self._num_retractions = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_output_tokens = 0
+
+    # ---- arrivals and departures
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has been checked against the limits. Raises: Overloaded."""
+        if len(self._waiting) >= self._max_queued_requests:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting already; try again later")
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> Cancelled | None:
+        """End a request now, waiting or running; return its terminal event, or None if it had ended before."""
+        if request.has_ended:
+            return None
+        end = Cancelled(usage=request.usage)
+        self._end(request, RequestState.CANCELLED, keep=True)
+        return end
+
+    def abort_all(self, error: Exception) -> list[Update]:
+        """End everything with an error: the engine is dead. Nothing comes home any more."""
+        updates = []
+        for request in list(self.requests()):
+            request.move(RequestState.FAILED)
+            updates.append(Update(request, (), "", Failed(error=error, usage=request.usage)))
+        self._waiting.clear()
+        self._decoding.clear()
+        self._prefilling = None
+        return updates
+
+    def requests(self) -> Iterator[Request]:
+        """Every request that has not ended."""
+        yield from self._running()
+        yield from self._waiting
+
+    def has_work(self) -> bool:
+        """Some request is waiting or running."""
+        return bool(self._waiting or self._decoding or self._prefilling)
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next batch will have."""
+        return self._next_step
+
+    @property
+    def stats(self) -> SchedulerStats:
+        pages = self.memory.pages
+        return SchedulerStats(
+            num_running=len(self._decoding) + (self._prefilling is not None),
+            num_waiting=len(self._waiting),
+            num_pages=pages.num_pages,
+            num_free_pages=pages.num_free,
+            num_cached_pages=self.memory.tree.num_evictable_pages,
+            num_steps=self._next_step,
+            num_drains=self._num_drains,
+            num_retractions=self._num_retractions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+        )
+
+    def check(self) -> None:
+        """Prove that every row and page is where it belongs. Raises: MisuseError."""
+        self.memory.check(self._running())
+        if not self.has_work() and not self._flights:
+            self._ratio.reset()
+            if self.memory.rows.num_free != self.memory.rows.num_rows:
+                raise MisuseError("idle, but a row is not home")
+
+    # ---- before a step
+
+    def sample_inputs(self, batch: ScheduleBatch) -> SampleInputs:
+        """What the sample of `batch` must know; call when every step before it is committed."""
+        dead: list[int] = []
+        suppressed: list[tuple[int, tuple[int, ...]]] = []
+        for index, request in enumerate(self._flights[batch.step]):
+            if request.state is not RequestState.RUNNING:
+                dead.append(index)
+            elif request.params.min_tokens > request.num_outputs and batch.samples[index]:
+                suppressed.append((index, tuple(sorted(request.stop_ids))))
+        return SampleInputs(dead=frozenset(dead), suppressed=tuple(suppressed))
+
+    def plan(self, in_flight: ScheduleBatch | None) -> ScheduleBatch | NoBatch:
+        """Decide the next step. With a step in flight it may be Drain: commit that one, then plan again."""
+        lineup = Lineup()
+        if not self._line_up_decodes(lineup, may_retract=in_flight is None):
+            self._num_drains += 1
+            return NoBatch.DRAIN
+        self._line_up_prefills(lineup)
+        if lineup.is_empty:
+            return NoBatch.NOTHING
+        batch, members = lineup.freeze(self._next_step)
+        self._flights[batch.step] = members
+        self._next_step += 1
+        for request, _, samples in lineup.extends:
+            if samples or request.num_planned == len(request.ids):
+                self._prefilling = None
+                self._decoding.append(request)
+            else:
+                self._prefilling = request
+        return batch
+
+    def _line_up_decodes(self, lineup: Lineup, *, may_retract: bool) -> bool:
+        """Give every decode row its slot. False if that takes what only the commit of the step in flight can tell."""
+        while True:
+            lineup.decodes.clear()
+            needy = []
+            for request in self._decoding:
+                planned = request.num_planned
+                if planned >= request.max_total_tokens - 1:
+                    continue  # its last token is in flight: an end known beforehand is not planned again
+                if planned >= request.num_slots:
+                    needy.append(request)
+                lineup.decodes.append(request)
+            if not needy or self.memory.secure(len(needy)):
+                for request in needy:
+                    self.memory.grow(request, request.num_planned + 1)
+                if lineup.decodes:
+                    self._ratio.record_decode_step()
+                return True
+            if not may_retract:
+                return False
+            self._retract_for(len(needy))
+
+    def _line_up_prefills(self, lineup: Lineup) -> None:
+        if self._prefilling is None and (not self._waiting or not self.memory.rows.num_free):
+            return
+        adder = PrefillAdder(
+            self.memory,
+            lineup,
+            running=self._running(),
+            ratio=self._ratio.value,
+            chunk_tokens=self._chunk_tokens,
+            input_tokens=self._input_tokens,
+        )
+        if self._prefilling is not None:
+            adder.continue_chunk(self._prefilling)
+            if not lineup.extends or not _ends_prefill(self._prefilling, lineup.extends[-1][1]):
+                return
+        while self._waiting and self.memory.rows.num_free:
+            request = self._waiting[0]
+            is_alone = lineup.is_empty and not self._decoding
+            if adder.admit(request, may_exceed=is_alone) is not Admission.ADMITTED:
+                break
+            self._waiting.popleft()
+            request.move(RequestState.RUNNING)
+            if request.num_retractions == 0:
+                self._num_prompt_tokens += request.num_prompt_tokens
+                self._num_cached_tokens += request.num_cached_tokens
+            if not lineup.extends or lineup.extends[-1][0] is not request:
+                self._prefilling = request  # seated, but its pages are still on their way home
+                break
+            if not _ends_prefill(request, lineup.extends[-1][1]):
+                break
+
+    def _retract_for(self, num_needed_pages: int) -> None:
+        """With nothing in flight, send requests back to the queue until the others can go on; one stays."""
+        running = list(self._running())
+        victims = sorted(running, key=lambda request: (request.num_outputs, -request.num_prompt_tokens))
+        while len(victims) > 1 and self.memory.num_available_pages < num_needed_pages:
+            victim = victims.pop(0)
+            needs_page = victim.decoding and victim.num_planned >= victim.num_slots
+            self._forget(victim)
+            victim.move(RequestState.WAITING)
+            victim.num_retractions += 1
+            self.memory.release(victim, keep=True)
+            self._waiting.appendleft(victim)
+            self._num_retractions += 1
+            num_needed_pages -= needs_page
+        if self.memory.num_available_pages < num_needed_pages:
+            raise MisuseError(f"{victims[0]!r} alone does not fit in {self.limits.num_pages} pages")
+        self._ratio.record_retraction(
+            num_outputs=sum(request.num_outputs for request in victims),
+            num_allowed=sum(request.max_total_tokens - request.num_prompt_tokens for request in victims),
+            num_requests=len(victims),
+        )
+
+    # ---- after a step
+
+    def commit(self, batch: ScheduleBatch, outcome: StepOutcome) -> list[Update]:
+        """Take in what a step computed. Surplus rows are dropped. Returns what to deliver, in row order."""
+        members = self._take_flight(batch)
+        updates: list[Update] = []
+        token_ids = iter(outcome.token_ids)
+        for index, (request, samples) in enumerate(zip(members, batch.samples, strict=True)):
+            token_id = next(token_ids) if samples else None
+            if request.state is not RequestState.RUNNING:
+                continue
+            if index in outcome.row_errors:
+                updates.append(self._fail(request, StepFailed(outcome.row_errors[index], step=batch.step)))
+                continue
+            if index >= batch.num_decode:
+                request.num_prefilled = batch.num_prior[index] + batch.num_new[index]
+                request.prefill_committed = samples
+            if token_id is not None:
+                updates.append(self._append(request, token_id))
+            elif request.num_prefilled == request.max_total_tokens:
+                end = self._finish(request, "length", None)
+                updates.append(Update(request, (), "", end))
+            if index >= batch.num_decode and not request.has_ended:
+                self.memory.share(request)
+        return updates
+
+    def fail(self, batch: ScheduleBatch, error: Exception) -> list[Update]:
+        """Commit a step that failed, or that never started: its living rows end with `error`, the others go on."""
+        members = self._take_flight(batch)
+        return [self._fail(request, error) for request in members if request.state is RequestState.RUNNING]
+
+    def _take_flight(self, batch: ScheduleBatch) -> list[Request]:
+        self.memory.commit(batch.step)
+        return self._flights.pop(batch.step)
+
+    def _append(self, request: Request, token_id: int) -> Update:
+        """Commit one drawn token."""
+        request.ids.append(token_id)
+        self._num_output_tokens += 1
+        stream = request.text
+        if token_id in request.stop_ids:
+            text = stream.end_at(token_id) if stream is not None else ""
+            return Update(request, (token_id,), text, self._finish(request, "stop", token_id))
+        text = ""
+        if stream is not None:
+            text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
+            if stop is not None:
+                return Update(request, (token_id,), text, self._finish(request, "stop", stop))
+        if len(request.ids) >= request.max_total_tokens:
+            if stream is not None:
+                text += stream.flush()
+            return Update(request, (token_id,), text, self._finish(request, "length", None))
+        return Update(request, (token_id,), text, None)
+
+    def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> Finished:
+        end = Finished(reason=reason, stop_reason=stop_reason, usage=request.usage)
+        self._end(request, RequestState.FINISHED, keep=True)
+        return end
+
+    def _fail(self, request: Request, error: Exception) -> Update:
+        end = Failed(error=error, usage=request.usage)
+        # What a failed row computed is not to be trusted: only what the tree had before stays.
+        self._end(request, RequestState.FAILED, keep=False)
+        return Update(request, (), "", end)
+
+    def _end(self, request: Request, state: RequestState, *, keep: bool) -> None:
+        was_running = request.state is RequestState.RUNNING
+        if was_running:
+            self._forget(request)
+        else:
+            self._waiting.remove(request)
+        request.move(state)
+        if was_running:
+            self.memory.release(request, keep=keep)
+
+    def _running(self) -> Iterator[Request]:
+        yield from self._decoding
+        if self._prefilling is not None:
+            yield self._prefilling
+
+    def _forget(self, request: Request) -> None:
+        if request is self._prefilling:
+            self._prefilling = None
+        else:
+            self._decoding.remove(request)
+
+
+def _ends_prefill(request: Request, num_new: int) -> bool:
+    return request.num_planned + num_new == len(request.ids)

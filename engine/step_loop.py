@@ -1,0 +1,151 @@
+"""The overlap loop: the only file that knows that two steps coexist.
+
+                      ┌ resolve N ┬ plan N+1 ┬ launch N+1 ┬ await N ┬ commit N ┬ deliver N ┬ a turn ┐
+    loop              │           │          │            │·········│          │           │        │
+    compute lane   ───── forward N ────┬ sample N ┬──────────── forward N+1 ─────────────────────────
+    copy lane      ──────────────────────────────── ids N ───────────────────────────────────────────
+
+When sample N is resolved, everything up to N-1 is committed, so masks and penalties see exact history, while forward N
+still runs. At depth 0 the same code commits N before it plans N+1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from ..streams import marks as phases
+from ..streams.marks import Marks, NoMarks
+from .errors import EngineDead, MisuseError, StepFailed
+from .scheduler.schedule_batch import NoBatch, ScheduleBatch
+from .scheduler.scheduler import Scheduler, Update
+from .worker import Launched, Worker
+
+
+class StepLoop:
+    """Runs steps until it is closed. An exception out of `run` means that the engine cannot go on."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        *,
+        overlap: bool,
+        marks: Marks | None = None,
+        after_commit: Callable[[], None] | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self._overlap = overlap
+        self._marks: Marks = marks if marks is not None else NoMarks()
+        self._after_commit = after_commit  # tests prove the laws of ownership here, after every step
+        self._wake = asyncio.Event()
+        self._closing = False
+        self.idle = asyncio.Event()  # set while nothing is waiting, running or in flight
+        self.num_settled = 0  # steps committed or failed: grows while there is progress
+
+    def wake(self) -> None:
+        """There may be work. Called on the loop thread."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Return from `run` as soon as the step in flight is committed."""
+        self._closing = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Run the timeline above, over and over. Returns once closed and nothing is in flight."""
+        scheduler = self._scheduler
+        pending: Launched | None = None
+        while not (self._closing and pending is None):
+            if pending is None and not scheduler.has_work():
+                scheduler.check()
+                self._wake.clear()  # nothing is awaited between has_work() and here
+                self.idle.set()
+                await self._wake.wait()
+                continue
+            self.idle.clear()
+            if pending is not None:
+                self._resolve(pending)
+                if not self._overlap:
+                    await self._settle(pending)
+                    pending = None
+            plan = self._plan(pending)
+            launched = self._launch(plan) if isinstance(plan, ScheduleBatch) else None
+            if pending is not None:
+                await self._settle(pending)
+            elif plan is NoBatch.NOTHING and scheduler.has_work():
+                raise MisuseError(f"nothing is in flight and nothing can run: {scheduler.stats}")
+            if launched is not None and launched.error is not None:
+                await self._settle(launched)  # a step that never started is failed before the next plan
+                launched = None
+            await asyncio.sleep(0)  # one real turn of the loop, always: the clients' turn
+            pending = launched
+
+    def _resolve(self, pending: Launched) -> None:
+        mark = self._marks.start(phases.SAMPLE, pending.batch.step)
+        pending.resolve(self._scheduler.sample_inputs(pending.batch))
+        self._marks.end(mark)
+
+    def _plan(self, pending: Launched | None) -> ScheduleBatch | NoBatch:
+        step = self._scheduler.next_step
+        mark = self._marks.start(phases.SCHEDULE, step)
+        plan = NoBatch.NOTHING if self._closing else self._scheduler.plan(pending.batch if pending else None)
+        self._marks.end(mark)
+        return plan
+
+    def _launch(self, batch: ScheduleBatch) -> Launched:
+        mark = self._marks.start(phases.LAUNCH, batch.step)
+        try:
+            return self._worker.launch(batch)
+        except EngineDead:
+            raise
+        except Exception as error:
+            return Launched(batch, None, None, error=error)
+        finally:
+            self._marks.end(mark)
+
+    async def _settle(self, launched: Launched) -> None:
+        """Await a step, commit it whether it failed or not, and deliver what it brought."""
+        batch = launched.batch
+        mark = self._marks.start(phases.AWAIT, batch.step)
+        outcome, error = None, launched.error
+        if launched.outcome is not None:
+            try:
+                outcome = await launched.outcome
+            except EngineDead:
+                raise
+            except Exception as raised:
+                error = raised
+        self._marks.end(mark)
+        mark = self._marks.start(phases.COMMIT, batch.step)
+        if outcome is not None:
+            updates = self._scheduler.commit(batch, outcome)
+        else:
+            updates = self._scheduler.fail(batch, _as_step_failed(error, batch.step))
+        if launched.error is None:
+            self._worker.committed(batch.step)
+        self.num_settled += 1
+        if self._after_commit is not None:
+            self._after_commit()
+        self._marks.end(mark)
+        mark = self._marks.start(phases.SEND, batch.step)
+        deliver(updates)
+        self._marks.end(mark)
+
+
+def deliver(updates: Sequence[Update]) -> None:
+    """Hand every update to its request's sink, tokens before the end."""
+    for request, token_ids, text, end in updates:
+        if token_ids:
+            request.sink.push(token_ids, text)
+        if end is not None:
+            request.sink.end(end)
+
+
+def _as_step_failed(error: Exception | None, step: int) -> StepFailed:
+    if isinstance(error, StepFailed):
+        return error
+    failed = StepFailed(f"step {step} failed: {error}", step=step)
+    failed.__cause__ = error
+    return failed

@@ -13,8 +13,18 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 
 @pytest.fixture(autouse=True)
-def interpreted():
+def interpreted(monkeypatch):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("with a card the kernels are compiled: tests/gpu/test_kernels.py covers them")
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_scalar_index(tensor, scope):
+        # The interpreter keeps scalars in arrays of one element, which numpy 2.5 no longer turns into an int by itself.
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_scalar_index)
     torch.set_num_threads(1)
     torch.manual_seed(0)

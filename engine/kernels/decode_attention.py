@@ -1,0 +1,253 @@
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""Paged split-KV decode attention for grouped queries, on a fixed grid that walks the device's own plan."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .decode_plan import DecodeWorkspace
+from .dependent_launch import DEPENDENT, prefetch_l2, release_dependents, wait_for_inputs
+
+
+@triton.jit
+def _attend(
+    q, best, weight, acc, k_ptr, v_ptr, table_ptr, first, last, limit, scale, kv_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the KV blocks [first, last); positions from `limit` on are not there. Base-2 exponents."""
+    d = tl.arange(0, D)
+    for block in tl.range(first, last, num_stages=STAGES):
+        t = block * BT + tl.arange(0, BT)
+        inside = t < limit
+        page = tl.load(table_ptr + t // PAGE, mask=inside, other=0).to(tl.int64)
+        at = (page * PAGE + t % PAGE)[:, None] * kv_stride + d[None, :]
+        k = tl.load(k_ptr + at, mask=inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        p = tl.exp2(scores - new_best[:, None])
+        weight = weight * shrink + tl.sum(p, axis=1)
+        v = tl.load(v_ptr + at, mask=inside[:, None], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        best = new_best
+    return best, weight, acc
+
+
+@triton.jit
+def _rotated(ptr, norm_ptr, cos_sin_ptr, position, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Rows of one head each, [N, D]: RMS-normed where asked, rotated by the angles of `position`, rounded."""
+    half: tl.constexpr = D // 2
+    d = tl.arange(0, D)[None, :]
+    other = (d + half) % D
+    x = tl.load(ptr + d, mask=inside, other=0.0)
+    y = tl.load(ptr + other, mask=inside, other=0.0)
+    a = x.to(tl.float32)
+    b = y.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
+        a = (a * scale).to(x.dtype).to(tl.float32) * tl.load(norm_ptr + d).to(tl.float32)
+        b = (b * scale).to(x.dtype).to(tl.float32) * tl.load(norm_ptr + other).to(tl.float32)
+    cos = tl.load(cos_sin_ptr + position * D + d % half)
+    sin = tl.load(cos_sin_ptr + position * D + half + d % half)
+    return (a * cos + tl.where(d < half, -b, b) * sin).to(x.dtype)
+
+
+@triton.jit
+def _combine(
+    partial_out_ptr, partial_stats_ptr, out_ptr, first_program, last_program, first_slot, num_slots,
+    G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merges the parts of one (row, head) in the order of their programs and writes the output."""
+    g = tl.arange(0, GB)
+    d = tl.arange(0, D)
+    best = tl.full([GB], -1e30, tl.float32)
+    weight = tl.zeros([GB], tl.float32)
+    acc = tl.zeros([GB, D], tl.float32)
+    for start in range(first_program, last_program + 1, PARTS):
+        program = start + tl.arange(0, PARTS)
+        there = (program <= last_program)[:, None] & (g < G)[None, :]
+        slot = program * 2 + tl.where(program == first_program, first_slot, 0)
+        at = slot[:, None] * G + g[None, :]
+        part_best = tl.load(partial_stats_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+        part_weight = tl.load(partial_stats_ptr + num_slots * G + at, mask=there, other=0.0, cache_modifier=".cg")
+        part = tl.load(partial_out_ptr + at[:, :, None] * D + d[None, None, :], mask=there[:, :, None], other=0.0,
+                       cache_modifier=".cg")  # fmt: skip
+        new_best = tl.maximum(best, tl.max(part_best, axis=0))
+        shrink = tl.exp2(best - new_best)
+        factor = tl.exp2(part_best - new_best[None, :])
+        weight = weight * shrink + tl.sum(part_weight * factor, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(part * factor[:, :, None], axis=0)
+        best = new_best
+    result = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
+    tl.store(out_ptr + g[:, None] * D + d[None, :], result, mask=(g < G)[:, None])
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr,
+    plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, eps, q_stride, out_stride, table_stride,
+    HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    ROPE: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    kv_stride: tl.constexpr = HK * D
+    num_slots = tl.num_programs(0) * 2
+    if not AHEAD:
+        wait_for_inputs(PDL)
+        release_dependents(PDL)
+    row = tl.load(plan_ptr + program * 4)
+    head = tl.load(plan_ptr + program * 4 + 1)
+    block = tl.load(plan_ptr + program * 4 + 2)
+    left = tl.load(plan_ptr + program * 4 + 3)
+    share = tl.load(share_ptr)
+    if AHEAD:
+        if left > 0:
+            t = block * BT + tl.arange(0, BT)
+            cached = t < tl.load(seq_lens_ptr + row) - 1
+            request = tl.load(rows_ptr + row).to(tl.int64)
+            page = tl.load(table_ptr + request * table_stride + t // PAGE, mask=cached, other=0).to(tl.int64)
+            line = tl.arange(0, D // 64) * 64
+            at = (page * PAGE + t % PAGE)[:, None] * kv_stride + head * D + line[None, :]
+            prefetch_l2(k_ptr + at, PDL)
+            prefetch_l2(v_ptr + at, PDL)
+        wait_for_inputs(PDL)
+        release_dependents(PDL)
+    flat = program * share
+    is_first = 1
+    g = tl.arange(0, GP)
+    d = tl.arange(0, D)
+    while left > 0:
+        seq_len = tl.load(seq_lens_ptr + row)
+        request = tl.load(rows_ptr + row).to(tl.int64)
+        num_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
+        last = tl.minimum(num_blocks, block + left)
+        best = tl.full([GP], -1e30, tl.float32)
+        weight = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, D], tl.float32)
+        in_group = (g < G)[:, None]
+        query = q_ptr + row.to(tl.int64) * q_stride + (head * G + g)[:, None] * D
+        table = table_ptr + request * table_stride
+        limit = seq_len
+        if ROPE:
+            position = tl.maximum(seq_len - 1, 0)
+            q = _rotated(query, q_norm_ptr, cos_sin_ptr, position, in_group, eps, D, NORM)
+            limit = seq_len - 1
+        else:
+            q = tl.load(query + d[None, :], mask=in_group, other=0.0)
+        best, weight, acc = _attend(
+            q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
+            D, PAGE, BT, STAGES,
+        )  # fmt: skip
+        if ROPE:
+            if (last == num_blocks) & (seq_len > 0):
+                # The new token is not in the pool yet: whoever ends the sequence writes it there and attends to it here.
+                packed = q_ptr + row.to(tl.int64) * q_stride + (HQ + head) * D
+                one = tl.arange(0, 1)[:, None]
+                k_new = _rotated(packed + one, k_norm_ptr, cos_sin_ptr, position, one < 1, eps, D, NORM)
+                v_new = tl.load(packed + HK * D + one + d[None, :])
+                page = tl.load(table + position // PAGE).to(tl.int64)
+                slot = (page * PAGE + position % PAGE) * kv_stride + head * D
+                tl.store(k_ptr + slot + one + d[None, :], k_new)
+                tl.store(v_ptr + slot + one + d[None, :], v_new)
+                score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+                new_best = tl.maximum(best, score)
+                shrink = tl.exp2(best - new_best)
+                p = tl.exp2(score - new_best)
+                weight = weight * shrink + p
+                acc = acc * shrink[:, None] + p[:, None] * v_new.to(tl.float32)
+                best = new_best
+        target = out_ptr + row.to(tl.int64) * out_stride + head * G * D
+        if (block == 0) & (last == num_blocks):
+            result = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
+            tl.store(target + g[:, None] * D + d[None, :], result, mask=in_group)
+        else:
+            slot = program * 2 + 1 - is_first
+            tl.store(partial_stats_ptr + slot * G + g, best, mask=g < G)
+            tl.store(partial_stats_ptr + (num_slots + slot) * G + g, weight, mask=g < G)
+            tl.store(partial_out_ptr + (slot * G + g[:, None]) * D + d[None, :], acc, mask=in_group)
+            start = flat - block
+            first_program = start // share
+            last_program = (start + num_blocks - 1) // share
+            # All threads' stores come before the one thread's release.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals_ptr + row * HK + head, 1)
+            if arrived == last_program - first_program:
+                first_slot = tl.where(start == first_program * share, 0, 1)
+                _combine(partial_out_ptr, partial_stats_ptr, target, first_program, last_program, first_slot, num_slots,
+                         G, GB, D, PARTS)  # fmt: skip
+                tl.store(arrivals_ptr + row * HK + head, 0)
+        done = last - block
+        left -= done
+        flat += done
+        block = block * 0
+        is_first = 0
+        head += 1
+        row = tl.where(head == HK, row + 1, row)
+        head = tl.where(head == HK, 0, head)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeInputs:
+    """What `decode_attention` needs to take the packed QKV projection instead of rotated queries.
+
+    cos_sin [max_pos, D] fp32 as in `rope_kv_write`; q_norm, k_norm [D] or None; eps of those norms.
+    """
+
+    cos_sin: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 1e-6
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    scale: float | None = None,
+    rope: RopeInputs | None = None,
+    ahead: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one query token a row over its pages, by the plan that `plan_decode` wrote for these `seq_lens`.
+
+    Shapes: q [B, Hq, D], or with `rope` the packed projection [B, (Hq + 2 Hk) D]; k_cache, v_cache [pages, page_size, Hk,
+    D], contiguous; page_table [R, max_pages] int, used through rows [B] int; seq_lens [B] int, the new token included;
+    out [B, Hq, D], contiguous rows. A row of seq_len 0 gets zeros.
+    With `rope` the kernel also normalises, rotates and writes the new token's k and v: `rope_kv_write` is not called.
+    `ahead` lets it read plan, seq_lens, rows and page table before its predecessor has finished: at least one other
+    kernel of this package must run between whatever wrote those and this one.
+    """
+    page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    group = workspace.group
+    if head_dim & (head_dim - 1) or head_dim < 16:
+        raise ValueError(f"head_dim {head_dim}: the Triton decode kernel wants a power of two from 16 on")
+    num_rows = seq_lens.shape[0]
+    heads = group * num_kv_heads
+    if out is None:
+        out = torch.empty((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    group_block = triton.next_power_of_2(group)
+    cos_sin = workspace.partial_out if rope is None else rope.cos_sin
+    q_norm = q if rope is None or rope.q_norm is None else rope.q_norm
+    k_norm = q if rope is None or rope.k_norm is None else rope.k_norm
+    _decode_kernel[(workspace.num_programs,)](
+        q, k_cache, v_cache, out, page_table, rows, seq_lens, q_norm, k_norm, cos_sin,
+        workspace.plan, workspace.share, workspace.partial_out, workspace.partial_stats, workspace.arrivals,
+        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
+        q.stride(0), out.stride(0), page_table.stride(0),
+        HQ=heads, HK=num_kv_heads, G=group, GP=max(16, group_block), GB=group_block, D=head_dim, PAGE=page_size,
+        BT=workspace.block_tokens, PARTS=max(2, 8192 // (group_block * head_dim) // 2), STAGES=workspace.stages,
+        ROPE=rope is not None, NORM=rope is not None and rope.q_norm is not None, AHEAD=ahead and DEPENDENT,
+        PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,139 @@
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""Who computes what in split-KV decode attention, decided on the device once a step for all layers."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .dependent_launch import DEPENDENT, release_dependents, wait_for_inputs
+
+_PLAN_ELEMENTS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWorkspace:
+    """Scratch of `decode_attention`, shared by every layer and bucket: one step runs at a time on the compute lane.
+
+    The work of a step is one flat list of KV blocks, ordered by (row, KV head, block). Program p of a fixed grid of P
+    takes an equal, contiguous share of it, so a share may end inside a sequence: those parts meet in `partial_*`.
+
+    plan [P, 4] int32: first row, first head, first block, number of blocks; share [1] int32: blocks a program.
+    partial_out [2 P, G, D] fp32 and partial_stats [2, 2 P, G] fp32: a program has at most two unfinished parts.
+    arrivals [max_rows * Hk] int32: zero between kernels; the last program of a sequence combines its parts.
+    """
+
+    plan: torch.Tensor
+    share: torch.Tensor
+    partial_out: torch.Tensor
+    partial_stats: torch.Tensor
+    arrivals: torch.Tensor
+    block_tokens: int
+    num_kv_heads: int
+    group: int
+    stages: int
+
+    @property
+    def num_programs(self) -> int:
+        return self.plan.shape[0]
+
+
+def make_decode_workspace(
+    *,
+    max_rows: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+    num_programs: int | None = None,
+    block_tokens: int = 64,
+    stages: int = 7,
+) -> DecodeWorkspace:
+    """Allocates the scratch; `num_programs` is two a multiprocessor unless given.
+
+    The compiler splits its pipeline stages between the page lookup and the KV loads that depend on it: 2 n + 1 stages
+    keep n KV blocks in flight.
+    """
+    if num_programs is None:
+        num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    group = num_q_heads // num_kv_heads
+    return DecodeWorkspace(
+        plan=torch.zeros((num_programs, 4), dtype=torch.int32, device=device),
+        share=torch.ones(1, dtype=torch.int32, device=device),
+        partial_out=torch.zeros((2 * num_programs, group, head_dim), dtype=torch.float32, device=device),
+        partial_stats=torch.zeros((2, 2 * num_programs, group), dtype=torch.float32, device=device),
+        arrivals=torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
+        block_tokens=block_tokens,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        stages=stages,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _plan_kernel(
+    seq_lens_ptr, plan_ptr, share_ptr, num_rows, num_programs,
+    HK: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)
+    wait_for_inputs(PDL)
+    release_dependents(PDL)
+    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    # A padded row keeps one empty block a head, so that its output is written too (with zeros).
+    blocks = tl.where(row < num_rows, tl.maximum((seq_len + BT - 1) // BT, 1), 0)
+    starts = (tl.cumsum(blocks, axis=0) - blocks) * HK
+    total = tl.sum(blocks, axis=0) * HK
+    program = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    if WHOLE:
+        pairs = num_rows * HK
+        pairs_each = (pairs + num_programs - 1) // num_programs
+        pair = tl.minimum(program * pairs_each, pairs)
+        pair_end = tl.minimum(pair + pairs_each, pairs)
+        begin = _flat_of_pair(pair, row, starts, blocks, total, pairs, HK)
+        end = _flat_of_pair(pair_end, row, starts, blocks, total, pairs, HK)
+        share = total
+    else:
+        share = tl.maximum((total + num_programs - 1) // num_programs, 1)
+        begin = tl.minimum(program * share, total)
+        end = tl.minimum(begin + share, total)
+    # Every row has at least one block, so the row of a flat index is the number of rows that start at or before it, less 1.
+    found = (starts[None, :] <= begin[:, None]) & (row < num_rows)[None, :]
+    owner = tl.sum(found.to(tl.int32), axis=1) - 1
+    chosen = row[None, :] == owner[:, None]
+    owner_start = tl.sum(tl.where(chosen, starts[None, :], 0), axis=1)
+    owner_blocks = tl.maximum(tl.sum(tl.where(chosen, blocks[None, :], 0), axis=1), 1)
+    inside = begin - owner_start
+    entry = plan_ptr + program * 4
+    mine = program < num_programs
+    tl.store(entry, owner, mask=mine)
+    tl.store(entry + 1, inside // owner_blocks, mask=mine)
+    tl.store(entry + 2, inside % owner_blocks, mask=mine)
+    tl.store(entry + 3, end - begin, mask=mine)
+    if tl.program_id(0) == 0:
+        tl.store(share_ptr, share)
+
+
+@triton.jit
+def _flat_of_pair(pair, row, starts, blocks, total, pairs, HK: tl.constexpr):
+    chosen = row[None, :] == (pair // HK)[:, None]
+    start = tl.sum(tl.where(chosen, starts[None, :], 0), axis=1)
+    each = tl.sum(tl.where(chosen, blocks[None, :], 0), axis=1)
+    return tl.where(pair < pairs, start + (pair % HK) * each, total)
+
+
+def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, *, whole_rows: bool = False) -> None:
+    """Writes the step's plan for `decode_attention`; once a step, before the first layer.
+
+    Shapes: seq_lens [B] int, the new token included; 0 for a padded row.
+    With `whole_rows` no sequence is ever split, so that a row's result does not depend on its batch-mates.
+    """
+    rows = triton.next_power_of_2(seq_lens.shape[0])
+    entries = max(1, min(64, _PLAN_ELEMENTS // rows))
+    _plan_kernel[(triton.cdiv(workspace.num_programs, entries),)](
+        seq_lens, workspace.plan, workspace.share, seq_lens.shape[0], workspace.num_programs,
+        HK=workspace.num_kv_heads, BT=workspace.block_tokens, ROWS=rows, ENTRIES=entries, WHOLE=whole_rows,
+        PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
+    )  # fmt: skip

@@ -100,5 +100,4 @@ def _end_of(prompt_ids: Sequence[int], pieces: Pieces) -> tuple[bytes, bool]:
             break
     if not end or end[-1] < 0x80:
         return b"", bool(end)
-    end = end[-_LONGEST_TAIL:]
     return end[utf_8_decode(end, "replace", False)[1] :], True

@@ -169,6 +169,11 @@ def test_extra_variables_win_over_special_tokens_but_not_over_the_request():
     assert caught.value.param == "chat_template_kwargs.messages"
 
 
+def test_lines_that_hold_only_a_tag_leave_no_whitespace():
+    source = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n"
+    assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == "x\n"
+
+
 def test_the_date_is_the_hosts():
     prompt = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}").render([{"role": "user", "content": "x"}])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", prompt)

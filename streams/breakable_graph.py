@@ -3,11 +3,12 @@
     segment 0 ──▶ arena.inputs ──▶ eager body ──▶ arena.outputs ──▶ segment 1 ──▶ …
     (captured)     (fixed addresses)                (fixed addresses)  (captured)
 
-What crosses a break lies at fixed addresses in one arena that all graphs of a runner share and that is never freed before them. A segment's own
-memory is not enough for that: a graph pool stays alive with its graphs, but its *blocks* are handed out again, to later segments and captures, as soon
-as Python drops the tensors in them; an eager body that still reads them there reads somebody else's values. So the segment before a break copies the
-body's tensor arguments into the arena as its last act, and the segment after it copies the result out as its first. The arena is as large as the
-largest break, whatever the number of layers and buckets.
+What crosses a break lies at fixed addresses in one arena that all graphs of a runner share and that is never freed
+before them. A segment's own memory is not enough for that: a graph pool stays alive with its graphs, but its *blocks*
+are handed out again, to later segments and captures, as soon as Python drops the tensors in them; an eager body that
+still reads them there reads somebody else's values. So the segment before a break copies the body's tensor arguments
+into the arena as its last act, and the segment after it copies the result out as its first. The arena is as large as
+the largest break, whatever the number of layers and buckets.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ALIGN_BYTES = 256  # what a fresh CUDA allocation guarantees, and kernels may c
 
 
 class _Region:
-    """Memory that each break uses from its beginning. Grows by a new buffer; the old ones stay, as captured segments hold their addresses."""
+    """Memory that each break uses from its beginning. Grows by a new buffer; captured segments know the old ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,13 +108,15 @@ class _Player(Protocol):
 class GraphBreaks:
     """The break points of one runner and the arena they share.
 
-    `eager_on_graph` marks a function. Called while no graph is captured it is just the function. Called during a capture it ends the segment, runs the
-    function eagerly, and starts the next segment; at each replay the function runs again in the same place.
+    `eager_on_graph` marks a function. Called while no graph is captured it is just the function. Called during a
+    capture it ends the segment, runs the function eagerly, and starts the next segment; at each replay the function
+    runs again in the same place.
 
-    The function may read whatever it closes over, live, at each replay. Its arguments are bound at capture: positional tensors come from the segment
-    before and reach it through the arena, as contiguous copies that it must not keep; keyword arguments and all else are held as they are, so a
-    keyword tensor must be static (a weight, a pool). It returns tensors of the same shapes every time, padded rows included, and joins any side stream
-    it used. A break within a break is part of it.
+    The function may read whatever it closes over, live, at each replay. Its arguments are bound at capture:
+    positional tensors come from the segment before and reach it through the arena, as contiguous copies that it must
+    not keep; keyword arguments and all else are held as they are, so a keyword tensor must be static (a weight, a
+    pool). It returns tensors of the same shapes every time, padded rows included, and joins any side stream it used.
+    A break within a break is part of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,7 +148,10 @@ class GraphBreaks:
 
 
 class _Recorder:
-    """Captures segments and runs breaks; on the CPU it only runs the breaks. Each segment is replayed at once, so that bodies see real values."""
+    """Captures segments and runs breaks; on the CPU it only runs the breaks.
+
+    Each segment is replayed as soon as it is captured, so that the body behind it sees real values.
+    """
 
     def __init__(self, pool: GraphPool, arena: BreakArena) -> None:
         self._pool = pool
@@ -195,7 +201,7 @@ class _TwinPlayer:
     def meet(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         met = next(self._breaks, None)
         if met is None or met.fn is not fn:
-            raise MisuseError("a replay met other breaks than its capture: the captured function depends on more than its static inputs")
+            raise MisuseError("a replay met other breaks than its capture: `fn` depends on more than its static inputs")
         copy_into(_tensors_among(met.args), _tensors_among(args))
         met.run()
         return met.take_result()
@@ -208,9 +214,10 @@ class _TwinPlayer:
 class BreakableGraph(Generic[T]):
     """`fn` as captured segments with eager breaks between them. On the CPU its twin: `fn` is called again, with the same arena.
 
-    `fn` reads and writes static tensors, except inside its breaks. It runs `warmups` times, then once more as it is captured, segment by segment, which
-    computes `output`. `BreakableGraph(breaks.eager_on_graph(fn), pool, breaks)` is all break and no graph: the debug mode that keeps the buffers and
-    the replay path of a runner and captures no kernel.
+    `fn` reads and writes static tensors, except inside its breaks. It runs `warmups` times, then once more as it is
+    captured, segment by segment, which computes `output`. `BreakableGraph(breaks.eager_on_graph(fn), pool, breaks)`
+    is all break and no graph: the debug mode that keeps the buffers and the replay path of a runner and captures no
+    kernel.
     """
 
     def __init__(self, fn: Callable[[], T], pool: GraphPool, breaks: GraphBreaks, *, warmups: int = 1) -> None:

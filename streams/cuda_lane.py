@@ -20,10 +20,13 @@ T = TypeVar("T")
 _MAX_POOL_STREAMS = 32  # torch hands streams out of a ring of this size per device and priority
 
 
-def distinct_streams(count: int, device: torch.device, *, taken: Iterable[torch.cuda.Stream] = ()) -> list[torch.cuda.Stream]:
-    """`count` streams of `device` that differ from each other, from `taken` and from the default stream by their raw handles.
+def distinct_streams(
+    count: int, device: torch.device, *, taken: Iterable[torch.cuda.Stream] = ()
+) -> list[torch.cuda.Stream]:
+    """`count` streams of `device` whose raw handles differ from each other, from `taken` and the default stream.
 
-    torch's ring of streams wraps, so two new `Stream` objects may be one stream. Raises MisuseError if the ring has not enough.
+    torch's ring of streams wraps, so two new `Stream` objects may be one stream. Raises MisuseError if the ring has
+    not enough.
     """
     handles = {stream.cuda_stream for stream in taken}
     handles.add(torch.cuda.default_stream(device).cuda_stream)
@@ -31,7 +34,7 @@ def distinct_streams(count: int, device: torch.device, *, taken: Iterable[torch.
     for _ in range(2 * _MAX_POOL_STREAMS):
         if len(streams) == count:
             return streams
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if stream.cuda_stream not in handles:
             handles.add(stream.cuda_stream)
             streams.append(stream)
@@ -55,12 +58,12 @@ class EventPool:
         try:
             event = self._free.pop()
         except IndexError:
-            event = torch.cuda.Event(enable_timing=False, blocking=self._blocking)
+            event = torch.cuda.Event(enable_timing=False, blocking=self._blocking)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def give_back(self, event: torch.cuda.Event) -> None:
-        """Nobody asks this event any more. Waits that streams have already queued on it stay valid when it is recorded again."""
+        """Nobody asks this event any more. Waits that streams have queued on it outlive its next recording."""
         self._free.append(event)
 
 
@@ -70,7 +73,8 @@ class CudaFence:
     __slots__ = ("_cell", "_pool")
 
     def __init__(self, event: torch.cuda.Event, pool: EventPool) -> None:
-        # A cell with one event, popped once: the event goes back to the pool exactly once, whichever thread sees it passed.
+        # A cell with one event, popped once: the event goes back to the pool exactly once, whichever thread sees it
+        # passed.
         self._cell: list[torch.cuda.Event] = [event]
         self._pool = pool
 
@@ -78,7 +82,7 @@ class CudaFence:
         event = self.event()
         if event is None:
             return True
-        if not event.query():
+        if not event.query():  # type: ignore[no-untyped-call]
             return False
         self._retire()
         return True
@@ -107,8 +111,9 @@ class CudaFence:
 class CudaLane:
     """A `Lane` whose queue is a CUDA stream.
 
-    `submit` runs inline under the stream; all else is events. `waiter` decides how tickets wake the loop (by default a daemon thread that sleeps
-    on blocking events); a lane owns its waiter, because completions are awaited in the order of one stream.
+    `submit` runs inline under the stream; all else is events. `waiter` decides how tickets wake the loop (by default
+    a daemon thread that sleeps on blocking events); a lane owns its waiter, because completions are awaited in the
+    order of one stream.
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class CudaLane:
             raise MisuseError(f"lane {self.name!r} is closed")
 
     def _drop(self, hold: Hold | None) -> None:
-        """Never raises: after a sticky CUDA error a fence cannot be asked any more, and then its objects stay referenced."""
+        """Never raises: after a sticky CUDA error no fence can be asked any more; its objects then stay referenced."""
         try:
             self._held.sweep()
             if hold is not None:
@@ -190,7 +195,7 @@ class CudaLane:
 
 
 def cuda_host_func_launcher() -> LaunchHostFunc:
-    """`cudaLaunchHostFunc` of the CUDA runtime that torch has loaded, for `HostFuncWaiter`. Raises OSError if it is not to be found."""
+    """`cudaLaunchHostFunc` of the CUDA runtime that torch has loaded, for `HostFuncWaiter`. Raises OSError without one."""
     major = (torch.version.cuda or "").split(".")[0]
     runtime = ctypes.CDLL(f"libcudart.so.{major}")
     launch_host_func = runtime.cudaLaunchHostFunc

@@ -31,10 +31,12 @@ class CaptureCost:
 class GraphPool:
     """The device memory that graphs share, and the side stream they are captured on.
 
-    Graphs of one pool are never replayed at the same time, so their intermediates may overlap; capture the largest first. Outputs of one graph are
-    overwritten by the replay of another only if they are no longer referenced: a `CapturedGraph` keeps its output.
+    Graphs of one pool are never replayed at the same time, so their intermediates may overlap; capture the largest
+    first. Outputs of one graph are overwritten by the replay of another only if they are no longer referenced: a
+    `CapturedGraph` keeps its output.
 
-    `capture_error_mode`: "thread_local" by default, since other threads go on asking events while the loop's thread captures.
+    `capture_error_mode`: "thread_local" by default, since other threads go on asking events while the loop's thread
+    captures.
     """
 
     def __init__(self, device: torch.device, *, capture_error_mode: CaptureErrorMode = "thread_local") -> None:
@@ -44,8 +46,16 @@ class GraphPool:
         self._stream: torch.cuda.Stream | None = None
         self._handle: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._handle = torch.cuda.graph_pool_handle()
+            self._anchor = self._capture_nothing(self._stream)
+
+    def _capture_nothing(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """An empty graph that keeps the pool alive: torch refuses to use a pool again once its last graph has gone."""
+        with torch.cuda.stream(stream):
+            graph = self.begin_segment()
+            end_segment(graph)
+        return graph
 
     @property
     def on_cuda(self) -> bool:
@@ -64,7 +74,7 @@ class GraphPool:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Make the pool's stream current, behind the caller's stream and the caller's behind it; measure what is captured within."""
+        """Make the pool's stream current, in order with the caller's, and measure what is captured within."""
         stream = self._stream
         if stream is None:
             raise MisuseError("a graph pool on the CPU captures nothing: its graphs are twins")
@@ -82,7 +92,7 @@ class GraphPool:
         self.costs.append(CaptureCost(growth_bytes=growth_bytes, seconds=time.perf_counter() - started))
 
     def warm_up(self, fn: Callable[[], object], times: int) -> None:
-        """Run `fn` on the capture stream, so that kernels are compiled and workspaces made before the capture (and not in it)."""
+        """Run `fn` on the capture stream: kernels are to be compiled and workspaces made before the capture."""
         if self._stream is None:
             for _ in range(times):
                 fn()
@@ -110,7 +120,7 @@ def end_segment(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def abandon_segment(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture that failed, so that the stream is usable again. What failed is raised by the caller, not what this raises."""
+    """End a capture that failed, so that the stream is usable again. The caller raises what failed, not what fails here."""
     try:
         end_segment(graph)
     except RuntimeError:
@@ -118,7 +128,7 @@ def abandon_segment(graph: torch.cuda.CUDAGraph) -> None:
 
 
 class Graph(Protocol[T]):
-    """Something captured: replays on the current stream, reads the static inputs it was captured with, writes `output`."""
+    """Something captured: replays on the current stream, reads the static inputs of its capture, writes `output`."""
 
     output: T
 
@@ -130,8 +140,8 @@ class Graph(Protocol[T]):
 class CapturedGraph(Generic[T]):
     """`fn` as one CUDA graph. On the CPU its twin: `fn` called again, its result copied into the first one's tensors.
 
-    `fn` reads and writes static tensors only, and asks nothing of the device. It runs `warmups` times, is captured, and is replayed once, so that
-    `output` is computed and the first real replay costs no upload.
+    `fn` reads and writes static tensors only, and asks nothing of the device. It runs `warmups` times, is captured,
+    and is replayed once, so that `output` is computed and the first real replay costs no upload.
     """
 
     def __init__(self, fn: Callable[[], T], pool: GraphPool, *, warmups: int = 1) -> None:

@@ -10,8 +10,8 @@ from .fence import Fence
 class Hold:
     """Strong references to `objects`, until every fence named by `until` has passed.
 
-    Lifetime: a hold protects its objects only while the hold itself is referenced; hand it to `Lane.ticket(hold=…)`, which keeps it until
-    `drop` succeeds, or keep it with the step and call `drop` when the step is committed.
+    Lifetime: a hold protects its objects only while the hold itself is referenced. Hand it to `Lane.ticket(hold=…)`,
+    which keeps it until `drop` succeeds, or keep it with the step and call `drop` when the step is committed.
     """
 
     __slots__ = ("_fences", "_objects")
@@ -25,7 +25,7 @@ class Hold:
         self._fences.append(fence)
 
     def drop(self) -> bool:
-        """Release the objects if every fence has passed; says whether they are released. May be called again, from any thread."""
+        """Release the objects if every fence has passed; says whether they are. From any thread, as often as you like."""
         fences = self._fences
         while fences:
             if not fences[-1].done():

@@ -43,9 +43,10 @@ class _Fault:
 class HostLane:
     """A `Lane` on one daemon thread.
 
-    An exception in a job does not stop the lane. It is kept and fails the next ticket that depends on the job: of this lane, or of a lane that
-    waited for a fence behind the job. It fails that one ticket only, so a failed step fails its own outcome and the next step starts clean.
-    Thread-local state of the submitter (inference mode, context variables) does not reach the jobs: they set what they need.
+    An exception in a job does not stop the lane. It is kept and fails the next ticket that depends on the job: of
+    this lane, or of a lane that waited for a fence behind the job. It fails that one ticket only, so a failed step
+    fails its own outcome and the next step starts clean. Thread-local state of the submitter (inference mode, context
+    variables) does not reach the jobs: they set what they need.
 
     `delay`: a test's hook, called on the worker before each job, to shift lanes against each other.
     """
@@ -57,7 +58,8 @@ class HostLane:
         self._submitted = 0
         self._completed = 0
         self._passed = threading.Condition()
-        self._faults: list[tuple[int, _Fault]] = []  # (position, fault): replaced, never changed, as other workers read it
+        # (position, fault). The list is replaced, never changed: other workers read it.
+        self._faults: list[tuple[int, _Fault]] = []
         self._held = HoldList()
         self._closed = False
         threading.Thread(target=self._work, name=f"lane-{name}", daemon=True).start()
@@ -145,7 +147,8 @@ class HostLane:
     def _inherit_faults(self, fence: HostFence) -> None:
         known = {id(fault) for _, fault in self._faults}
         for position, fault in fence.lane._faults:
-            # Not what ran behind the fence, and not what came from here in the first place (lanes fence each other in both directions).
+            # Not what ran behind the fence, and not what came from here in the first place (lanes fence each other in
+            # both directions).
             if position <= fence.position and fault.error is not None and id(fault) not in known:
                 self._record(fault)
 
@@ -155,5 +158,6 @@ class HostLane:
         for _, fault in faults:
             if error is None:
                 error = fault.error
-            fault.error = None  # later failures of the same step follow from the first; kept, they would also keep its tensors
+            # The later failures of a step follow from its first one; kept, they would keep its tensors, too.
+            fault.error = None
         return error

@@ -15,7 +15,8 @@ T = TypeVar("T")
 class Lane(Protocol):
     """A queue of device work that runs in the order of submission.
 
-    One thread, the event loop's, submits to all lanes. Nothing here waits for the device except what ends in `_blocking`.
+    One thread, the event loop's, submits to all lanes. Nothing here waits for the device except what ends in
+    `_blocking`.
     """
 
     @property
@@ -26,9 +27,9 @@ class Lane(Protocol):
     def submit(self, fn: Callable[[], None]) -> None:
         """Run `fn` behind everything submitted so far, and forget it as soon as it has run.
 
-        On CUDA `fn` runs at once on the calling thread, with this lane's stream current: what it launches is what is queued, and what it
-        raises is raised here. On the host twin a worker thread runs it; what it raises fails the next ticket that depends on it.
-        Raises MisuseError once the lane is closed.
+        On CUDA `fn` runs at once on the calling thread, with this lane's stream current: what it launches is what is
+        queued, and what it raises is raised here. On the host twin a worker thread runs it; what it raises fails the
+        next ticket that depends on it. Raises MisuseError once the lane is closed.
         """
         ...
 
@@ -43,13 +44,14 @@ class Lane(Protocol):
     def ticket(self, read: Callable[[], T], *, hold: Hold | None = None) -> Ticket[T]:
         """A ticket that completes with `read()` once everything submitted so far has run.
 
-        `read` runs on whichever thread sees the completion; it reads host memory and must not touch the loop or a lane. `hold` is dropped
-        before the ticket completes, or, if it names fences of other lanes not yet passed, at a later ticket of this lane.
+        `read` runs on whichever thread sees the completion; it reads host memory and must not touch the loop or a
+        lane. `hold` is dropped before the ticket completes, or, if it names fences of other lanes not yet passed, at
+        a later ticket of this lane.
         """
         ...
 
     def close(self) -> None:
-        """Take no more work. Never waits: what was submitted still runs, on a daemon thread that a stuck step cannot make anyone wait for."""
+        """Take no more work. Never waits: what was submitted still runs, and a stuck step keeps only a daemon thread."""
         ...
 
     def synchronize_blocking(self) -> None:

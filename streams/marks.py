@@ -29,7 +29,7 @@ class Mark(NamedTuple):
 
 
 class Marks(Protocol):
-    """`token = start(name, step)` … `end(token)`. Ranges may overlap and may span awaits: they are not nested by the call stack."""
+    """`token = start(name, step)` … `end(token)`. Ranges may overlap and may span awaits: the call stack does not nest them."""
 
     def start(self, name: str, step: int) -> int: ...
 

@@ -8,8 +8,8 @@ import torch
 class Relay:
     """One id per request row on the device: what the row's last sample was, and what its next forward reads.
 
-    Row 0 is padding: padded rows of a batch write there and read there, and what they read is some id written before, or 0.
-    Home: the compute lane, which both writes and reads it, in launch order; so no fence is needed.
+    Row 0 is padding: padded rows of a batch write there and read there, and what they read is some id written before,
+    or 0. Home: the compute lane, which both writes and reads it, in launch order; so no fence is needed.
 
     `num_rows` counts row 0.
     """

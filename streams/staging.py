@@ -29,7 +29,7 @@ class Slot:
         return self._used_bytes
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous CPU tensor, 64-byte aligned, of memory nobody else has until the step is released.
+        """An uninitialised contiguous CPU tensor, 64-byte aligned, that nobody else has until the step is released.
 
         Raises MisuseError if the slot is released already or has not that much left.
         """
@@ -54,9 +54,10 @@ class Slot:
 
 
 class StagingRing:
-    """`slots` pieces of `nbytes` host memory, pinned if copies are to be asynchronous. One slot a step, given back by the step's commit.
+    """`slots` pieces of `nbytes` host memory, pinned if copies are to be asynchronous. One a step, given back by its commit.
 
-    There is no waiting: a step that finds no slot free was launched before enough others were committed, which is a bug of the caller.
+    There is no waiting: a step that finds no slot free was launched before enough others were committed, which is a
+    bug of the caller.
     `poison` overwrites released slots, so that a copy or a view that outlives its step shows.
     """
 

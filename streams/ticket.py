@@ -15,15 +15,19 @@ T = TypeVar("T")
 class Ticket(Generic[T]):
     """The result of work on a lane: set once, from any thread; awaited by any number of tasks of one event loop.
 
-    A done ticket is read without a turn of the loop. Cancelling an awaiter leaves the ticket, and its other awaiters, as they are.
+    A done ticket is read without a turn of the loop. Cancelling an awaiter leaves the ticket, and its other awaiters,
+    as they are.
 
     `loop`: the loop that will await it; by default that of the first await.
-    `poll`: called on the loop thread just before an await would suspend; it may complete the ticket, which saves the wake.
+    `poll`: called on the loop thread just before an await would suspend; it may complete the ticket, which saves the
+    wake.
     """
 
     __slots__ = ("_claim", "_done", "_error", "_loop", "_poll", "_thread", "_value", "_waiters")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, *, poll: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None = None, *, poll: Callable[[], None] | None = None
+    ) -> None:
         self._loop = loop
         self._poll = poll
         self._claim = threading.Lock()  # taken by the completion and never given back: makes it one-shot across threads
@@ -80,7 +84,8 @@ class Ticket(Generic[T]):
         waiter: asyncio.Future[None] = running.create_future()
         self._waiters.append(waiter)
         try:
-            # The look comes after the append, as the completer sets `_done` before it looks at `_waiters`: one of the two sees the other.
+            # The look comes after the append, as the completer sets `_done` before it looks at `_waiters`: one of the
+            # two sees the other.
             if not self._done:
                 yield from waiter
         finally:

@@ -1,6 +1,7 @@
 """Ways to learn on the event loop that a CUDA event has passed. Imports no torch: events are what the caller brings.
 
-All of them start with a query: an await asks the event before it suspends, so work that has already finished costs no wake.
+All of them start with a query: an await asks the event before it suspends, so work that has already finished costs no
+wake.
 `profiling/bench_wake.py` measures them.
 """
 
@@ -99,7 +100,7 @@ class EventWaiter(Protocol):
 
 
 class ThreadWaiter:
-    """A daemon thread that waits for one event after the other. `blocking=False` spins: a core for a few microseconds less."""
+    """A daemon thread that waits for one event after the other. `blocking=False` spins: a core for some microseconds."""
 
     def __init__(self, name: str, *, blocking: bool = True) -> None:
         self._name = name
@@ -142,11 +143,12 @@ LaunchHostFunc = Callable[[int, int, int], None]
 
 
 class HostFuncWaiter:
-    """The driver itself writes to an eventfd that the event loop watches: no waiting thread, and no GIL taken outside the loop's thread.
+    """The driver itself writes to an eventfd that the loop watches: no waiting thread, no GIL outside the loop's thread.
 
-    `cudaLaunchHostFunc` calls a C function of one pointer. A Python callback there would need the GIL on the driver's thread, which can deadlock
-    against a CUDA call that holds it; so the function is libc's `fflush`, and the pointer a FILE whose buffer already holds the 8 bytes to write.
-    After a CUDA error the driver calls nothing: only the query of an await sees it then.
+    `cudaLaunchHostFunc` calls a C function of one pointer. A Python callback there would need the GIL on the driver's
+    thread, which can deadlock against a CUDA call that holds it; so the function is libc's `fflush`, and the pointer
+    a FILE whose buffer already holds the 8 bytes to write. After a CUDA error the driver calls nothing: only the
+    query of an await sees it then.
     """
 
     def __init__(self, launch: LaunchHostFunc) -> None:

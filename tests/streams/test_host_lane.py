@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from slipstream.streams.errors import MisuseError
 from slipstream.streams.hold import Hold
 from slipstream.streams.host_lane import HostLane
@@ -71,7 +72,9 @@ async def test_a_lane_waits_for_the_fence_of_another_and_its_submitter_does_not(
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_two_lanes_that_fence_each_other_never_break_a_buffer_under_random_delays(make_lane: MakeLane, seed: int) -> None:
+async def test_two_lanes_that_fence_each_other_never_break_a_buffer_under_random_delays(
+    make_lane: MakeLane, seed: int
+) -> None:
     rng = random.Random(seed)
 
     def delay() -> None:

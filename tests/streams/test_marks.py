@@ -4,6 +4,7 @@ import time
 import types
 
 import pytest
+
 from slipstream.streams import marks
 from slipstream.streams.marks import NoMarks, RingMarks
 

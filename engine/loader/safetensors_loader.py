@@ -119,7 +119,7 @@ def load_weights(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor
     filled: dict[_Place, str] = {}
     ignored: list[str] = []
     unknown: list[str] = []
-    num_bytes = 0
+    num_bytes: dict[_Place, int] = {}
     for name, tensor in tensors:
         target = targets.get(name)
         if target is None:
@@ -135,12 +135,12 @@ def load_weights(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor
             ignored.append(filled[place])
         _fill(name, tensor, target)
         filled[place] = name
-        num_bytes += tensor.nbytes
+        num_bytes[place] = tensor.nbytes
     missing = [name for place, name in first_names.items() if place not in filled]
     _refuse_leftovers(unknown, missing)
     return LoadReport(
         num_tensors=len(filled),
-        num_bytes=num_bytes,
+        num_bytes=sum(num_bytes.values()),
         ignored=tuple(sorted(ignored)),
         elapsed_s=time.perf_counter() - start_s,
     )

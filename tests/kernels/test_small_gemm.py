@@ -1,0 +1,78 @@
+"""The kernels for matrices times a few rows against torch in float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from slipstream.engine.kernels.gemv import gemv
+from slipstream.engine.kernels.small_gemm import GemmConfig, make_split_workspace, small_gemm
+
+EPS = 1e-6
+
+
+def reference(x, weight, norm=None, silu_mul=False, residual=None):
+    x, weight = x.double(), weight.double()
+    if norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * norm.double()
+    y = x @ weight.T
+    if silu_mul:
+        gate, up = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+FUSIONS = list(itertools.product([False, True], repeat=3))
+
+
+@pytest.mark.parametrize(("with_norm", "silu_mul", "add"), FUSIONS)
+@pytest.mark.parametrize(("rows", "features", "width"), [(1, 40, 48), (3, 10, 64), (8, 7, 96)])
+def test_gemv_equals_float64(rows, features, width, with_norm, silu_mul, add):
+    x = torch.randn(rows, width + 5)[:, :width]
+    weight = torch.randn(features * (2 if silu_mul else 1), width) / 8
+    norm = torch.randn(width) if with_norm else None
+    residual = torch.randn(rows, features)
+    out = residual.clone() if add else torch.full((rows, features), float("nan"))
+    gemv(x, weight, out=out, norm=norm, eps=EPS, silu_mul=silu_mul, add=add, rows_per_program=4)
+    expected = reference(x, weight, norm, silu_mul, residual if add else None)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("with_norm", "silu_mul", "add"), FUSIONS)
+@pytest.mark.parametrize(("rows", "features", "width"), [(1, 40, 80), (5, 32, 64), (17, 20, 96)])
+def test_small_gemm_equals_float64(rows, features, width, with_norm, silu_mul, add):
+    x = torch.randn(rows, width + 3)[:, :width]
+    weight = torch.randn(features * (2 if silu_mul else 1), width) / 8
+    norm = torch.randn(width) if with_norm else None
+    residual = torch.randn(rows, features)
+    out = residual.clone() if add else torch.full((rows, features), float("nan"))
+    config = GemmConfig(block_n=16, block_k=32)
+    small_gemm(x, weight, config, out=out, norm=norm, eps=EPS, silu_mul=silu_mul, add=add)
+    expected = reference(x, weight, norm, silu_mul, residual if add else None)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("rows", "width", "split_k"), [(1, 96, 3), (9, 64, 2), (4, 80, 4)])
+def test_a_split_sum_equals_float64_and_leaves_its_counters_at_zero(rows, width, split_k, add):
+    x, weight, residual = torch.randn(rows, width), torch.randn(36, width) / 8, torch.randn(rows, 36)
+    workspace = make_split_workspace(max_features=36, device="cpu")
+    config = GemmConfig(block_n=16, block_k=16, split_k=split_k)
+    for _ in range(2):
+        out = residual.clone() if add else torch.full((rows, 36), float("nan"))
+        small_gemm(x, weight, config, workspace=workspace, out=out, add=add)
+        expected = reference(x, weight, residual=residual if add else None)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    assert not workspace.arrivals.any()
+
+
+def test_what_the_kernels_cannot_do_is_refused():
+    x, weight = torch.randn(9, 16), torch.randn(4, 16)
+    with pytest.raises(ValueError, match="1 to 8 rows, got 9"):
+        gemv(x, weight)
+    with pytest.raises(ValueError, match="add needs"):
+        gemv(x[:1], weight, add=True)
+    with pytest.raises(ValueError, match="split sum needs"):
+        small_gemm(x, weight, GemmConfig(block_n=16, block_k=16, split_k=2))
+    with pytest.raises(ValueError, match="1 to 64 rows, got 65"):
+        small_gemm(torch.randn(65, 16), weight, GemmConfig(block_n=16, block_k=16))

@@ -1,0 +1,206 @@
+"""The crown jewel: whatever is thrown at the engine, depth 1 gives token for token what depth 0 gives.
+
+Scripts of arrivals, lengths, shared prefixes, stops, aborts, faults, late results and page pressure are generated; the
+ScriptedWorker reads every history back through the pages at every step, and the laws of ownership are proved after each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipstream import SamplingParams
+from slipstream.engine.engine import Engine, RequestHandle
+from slipstream.engine.outputs import Cancelled, End, Failed, Finished
+from slipstream.engine.scripted_worker import Script, ScriptedWorker
+from slipstream.engine.scheduler import new_token_ratio
+from slipstream.engine.worker import WorkerLimits
+
+VOCAB = 31
+PAGE_SIZES = (1, 2, 4, 16)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a script. `turn` counts turns of the event loop."""
+
+    turn: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    abort_after: int | None  # turns after the arrival
+
+
+@dataclass(frozen=True)
+class Scenario:
+    page_size: int
+    num_pages: int
+    num_rows: int
+    chunk_pages: int
+    prefix_cache: bool
+    arrivals: tuple[Arrival, ...]
+    late_every: int
+    expected_ratio: float  # how much output is reserved for: near 0, requests run into each other and are retracted
+    launch_faults: frozenset[int]
+    forward_faults: frozenset[int]
+    row_faults: frozenset[tuple[int, int]]
+
+
+class Recorder:
+    """A sink that keeps everything and insists on one end, after the tokens."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.ends: list[End] = []
+
+    def push(self, token_ids: Sequence[int], text: str) -> None:
+        assert not self.ends, "a token after the end"
+        self.token_ids.extend(token_ids)
+
+    def end(self, end: End) -> None:
+        self.ends.append(end)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, *, faults: bool, aborts: bool) -> Scenario:
+    page_size = draw(st.sampled_from(PAGE_SIZES))
+    # Pools that a few requests overfill: most scripts must drain and retract.
+    num_pages = draw(st.integers(48 // page_size, 112 // page_size))
+    longest = num_pages * page_size
+    prefix = tuple(draw(st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=12)))
+    arrivals = []
+    for _ in range(draw(st.integers(1, 10))):
+        tail = tuple(draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)))
+        prompt = (prefix + tail if draw(st.booleans()) else tail)[: longest - 1]
+        max_tokens = draw(st.integers(0, 3) | st.integers(20, 40).map(lambda n, p=prompt: min(n, longest - len(p))))
+        arrivals.append(
+            Arrival(
+                turn=draw(st.integers(0, 8) | st.integers(0, 60)),
+                prompt=prompt,
+                max_tokens=max_tokens,
+                min_tokens=draw(st.integers(0, min(max_tokens, 4))),
+                stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=1))),
+                seed=draw(st.integers(0, 3)),
+                abort_after=draw(st.none() | st.integers(0, 40)) if aborts else None,
+            )
+        )
+    steps = st.integers(0, 40)
+    none: st.SearchStrategy[frozenset[int]] = st.just(frozenset())
+    return Scenario(
+        page_size=page_size,
+        num_pages=num_pages,
+        num_rows=draw(st.integers(1, 8) | st.just(8)),
+        chunk_pages=draw(st.integers(1, 4)),
+        prefix_cache=draw(st.booleans()),
+        arrivals=tuple(arrivals),
+        late_every=draw(st.integers(1, 5)),
+        expected_ratio=draw(st.sampled_from((0.0, 0.0, 0.7))),
+        launch_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
+        forward_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
+        row_faults=draw(
+            st.frozensets(st.tuples(steps, st.integers(0, 7)), max_size=3) if faults else st.just(frozenset())
+        ),
+    )
+
+
+async def play(scenario: Scenario, *, overlap: bool) -> tuple[list[Recorder], Engine]:
+    script = Script(
+        late_turns=lambda step: step % scenario.late_every,
+        launch_faults=scenario.launch_faults,
+        forward_faults=scenario.forward_faults,
+        row_faults=scenario.row_faults,
+    )
+    limits = WorkerLimits(
+        num_pages=scenario.num_pages,
+        page_size=scenario.page_size,
+        num_rows=scenario.num_rows,
+        max_model_len=scenario.num_pages * scenario.page_size,
+        vocab_size=VOCAB,
+    )
+    engine = Engine.on(
+        ScriptedWorker(limits, script),
+        overlap=overlap,
+        page_size=scenario.page_size,
+        chunked_prefill_size=max(scenario.chunk_pages * scenario.page_size, 8),
+        prefix_cache=scenario.prefix_cache,
+    )
+    engine.proves_laws = True
+    recorders = [Recorder() for _ in scenario.arrivals]
+    with patch.object(new_token_ratio, "INITIAL", scenario.expected_ratio):
+        await submit_all(engine, scenario, recorders)
+    assert engine.death is None
+    for recorder in recorders:
+        assert len(recorder.ends) == 1
+    return recorders, engine
+
+
+async def submit_all(engine: Engine, scenario: Scenario, recorders: list[Recorder]) -> None:
+    """Run the engine through the script until everything has ended."""
+    async with engine:
+        handles: dict[int, RequestHandle] = {}
+        for turn in range(102):
+            for number, arrival in enumerate(scenario.arrivals):
+                if arrival.turn == turn:
+                    params = SamplingParams(
+                        max_tokens=arrival.max_tokens,
+                        min_tokens=arrival.min_tokens,
+                        stop_token_ids=arrival.stop_ids,
+                        seed=arrival.seed,
+                    )
+                    handles[number] = engine.submit(arrival.prompt, params, recorders[number])
+                if arrival.abort_after is not None and arrival.turn + arrival.abort_after == turn:
+                    handles[number].abort()
+                    assert recorders[number].ends, "an abort ends its request at once"
+            await asyncio.sleep(0)
+        await engine.drain(20.0)
+        stats = engine.stats
+        assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+        assert stats.num_running == stats.num_waiting == 0
+
+
+SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SETTINGS
+@given(scenarios(faults=False, aborts=False))
+def test_depth_1_gives_token_for_token_what_depth_0_gives(scenario: Scenario) -> None:
+    at_0, _ = asyncio.run(play(scenario, overlap=False))
+    at_1, _ = asyncio.run(play(scenario, overlap=True))
+    for one, other in zip(at_0, at_1, strict=True):
+        assert one.token_ids == other.token_ids
+        assert isinstance(one.ends[0], Finished)
+        assert isinstance(other.ends[0], Finished)
+        assert one.ends[0].reason == other.ends[0].reason
+        assert one.ends[0].stop_reason == other.ends[0].stop_reason
+
+
+@SETTINGS
+@given(scenarios(faults=True, aborts=True), st.booleans())
+def test_aborts_and_faults_end_each_request_once_and_bring_everything_home(scenario: Scenario, overlap: bool) -> None:
+    recorders, _ = asyncio.run(play(scenario, overlap=overlap))
+    undisturbed, _ = asyncio.run(
+        play(
+            Scenario(
+                **{
+                    **scenario.__dict__,
+                    "launch_faults": frozenset(),
+                    "forward_faults": frozenset(),
+                    "row_faults": frozenset(),
+                    "arrivals": tuple(Arrival(**{**a.__dict__, "abort_after": None}) for a in scenario.arrivals),
+                }
+            ),
+            overlap=False,
+        )
+    )
+    for recorder, whole in zip(recorders, undisturbed, strict=True):
+        assert whole.token_ids[: len(recorder.token_ids)] == recorder.token_ids
+        assert isinstance(recorder.ends[0], Finished | Failed | Cancelled)
+        if isinstance(recorder.ends[0], Finished):
+            assert recorder.token_ids == whole.token_ids

@@ -183,7 +183,9 @@ class Engine:
         from .forward.tp_worker import TpWorker
         from .loader.model_source import resolve_model
 
-        folder: Path = await asyncio.to_thread(resolve_model, self.config.model)
+        needs_weights = self.config.load_format != "dummy"
+        found = await asyncio.to_thread(resolve_model, self.config.model, needs_weights=needs_weights)
+        folder, self.model_name = found.path, found.name
         if not self.config.skip_tokenizer:
             self.tokenizer = await asyncio.to_thread(TextTokenizer.load, folder)
             self.chat_template = self.tokenizer.chat_template

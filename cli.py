@@ -14,7 +14,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
@@ -86,7 +86,9 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "row_invariant": Flag("Compute a row alike whatever shares its batch; slower."),
 }
 SAMPLING_FLAGS: Mapping[str, Flag] = {
-    "max_tokens": Flag("Tokens to generate, at most.", ("--max-new-tokens",)),
+    "max_tokens": Flag(
+        f"Tokens to generate, at most; by default {DEFAULT_MAX_TOKENS}, or what fits.", ("--max-new-tokens",)
+    ),
     "min_tokens": Flag("Tokens before the answer may end."),
     "temperature": Flag("0 is greedy."),
     "top_p": Flag("Draw from the likeliest tokens that hold this probability together."),
@@ -105,7 +107,7 @@ FRONT_FLAGS: Mapping[str, Flag] = {
     "write_timeout_s": Flag("Seconds that a client which does not read may hold up one write."),
     "max_pending_chars": Flag("Characters kept for a client that reads slower than its tokens come."),
 }
-_DEFAULTS: Mapping[str, object] = {"model": DEMO_MODEL, "max_tokens": DEFAULT_MAX_TOKENS}
+_DEFAULTS: Mapping[str, object] = {"model": DEMO_MODEL}
 _AS_LISTS: Mapping[object, object] = {tuple[str, ...]: list[str], tuple[int, ...]: list[int]}
 
 
@@ -171,23 +173,28 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="What clients must send as their bearer token.")
     ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="SLIPSTREAM_ADMIN_KEY", help="Opens the routes that act on others' requests.")
+    ] = None,
+    allowed_origins: Annotated[list[str], typer.Option(help="Web pages that may call: CORS; may be given again.")] = [],  # noqa: B006
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models."""
     config = EngineConfig.from_settings(settings)
     limits = FrontSettings(**front)  # type: ignore[arg-type]  # checked inside
-    _run(_serve(config, limits, host=host, port=port, names=served_model_name, api_key=api_key))
-
-
-async def _serve(
-    config: EngineConfig, limits: FrontSettings, *, host: str, port: int, names: Sequence[str], api_key: str | None
-) -> None:
     from .engine.engine import Engine
     from .http.app import create_app
     from .http.server import serve as serve_app
 
     engine = Engine(config)
-    app = create_app(engine, served_model_name=names or None, api_key=api_key, settings=limits)
-    await serve_app(app, engine, host=host, port=port)
+    app = create_app(
+        engine,
+        served_model_name=served_model_name,
+        api_key=api_key,
+        admin_key=admin_key,
+        cors_origins=allowed_origins,
+        settings=limits,
+    )
+    _run(serve_app(app, engine, host=host, port=port))
 
 
 @app.command()
@@ -208,7 +215,7 @@ async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -
     from .engine.engine import Engine
 
     async with Engine(config) as engine:
-        await _print_stream(engine, prompt, params)
+        await _print_stream(engine, await engine.encode(prompt), params, answer=[])
 
 
 @app.command()
@@ -265,20 +272,24 @@ def _ask() -> str | None:
 async def _answer(
     engine: Engine, messages: Sequence[Mapping[str, str]], params: SamplingParams, answer: list[str]
 ) -> None:
-    if engine.chat_template is None:
-        raise ConfigError("this model has no chat template; give one", field="chat_template")
-    ids = await engine.encode(engine.chat_template.render(messages), add_special_tokens=False)
+    ids = await engine.encode(render_chat(engine, messages), add_special_tokens=False)
     await _print_stream(engine, ids, params, answer)
 
 
-async def _print_stream(
-    engine: Engine, prompt: str | Sequence[int], params: SamplingParams, answer: list[str] | None = None
-) -> None:
+def render_chat(engine: Engine, messages: Sequence[Mapping[str, str]]) -> str:
+    """The conversation as the model's own prompt. Raises: ConfigError if the model has no chat template."""
+    if engine.chat_template is None:
+        raise ConfigError("this model has no chat template; give one", field="chat_template")
+    return engine.chat_template.render(messages)
+
+
+async def _print_stream(engine: Engine, ids: Sequence[int], params: SamplingParams, answer: list[str]) -> None:
     """Print the text as it comes; collect it in `answer`, so that it is there even if printing is stopped."""
-    async with engine.generate(prompt, params) as stream:
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, engine.limits.max_model_len - len(ids))))
+    async with engine.generate(ids, params) as stream:
         async for delta in stream:
-            if answer is not None:
-                answer.append(delta.text)
+            answer.append(delta.text)
             print(delta.text, end="", flush=True)
     print()
 
@@ -297,7 +308,7 @@ def bench(
             typer.echo(f"  {name:8}  {_first_line(f'bench_{name}')}", err=wanted)
         raise typer.Exit(USAGE_EXIT if wanted else 0)
     program = importlib.import_module(f".profiling.bench_{suite}", __package__)
-    raise typer.Exit(program.main(context.args))
+    program.main(context.args)
 
 
 def _bench_suites() -> list[str]:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,12 +139,12 @@ async def print_table(samples: int) -> None:
                 print(f"{name:24} {state:5} {gap_ms:7.1f} {row.median_us:10.1f} {row.p99_us:9.1f} {share}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="wake latencies of awaited CUDA events")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("bench_wake measures CUDA events, and no NVIDIA GPU answers here")
     if options.uvloop:

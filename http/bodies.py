@@ -1,0 +1,260 @@
+"""The bodies that clients send, and which of OpenAI's parameters are honoured, hints, or not supported yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from ..engine.errors import RequestError
+from ..engine.sampling_params import SamplingParams
+
+MAX_N = 128
+HINTS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",  # says nothing without tools
+        "prediction",  # a matter of latency only
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    }
+)
+"""Parameters that do not change what is generated: accepted with any value, and ignored."""
+
+NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Parameters that are refused by name unless they have one of these values, which ask for nothing."""
+
+
+def _is_default(value: object, defaults: tuple[object, ...]) -> bool:
+    # True == 1 in Python, but as a penalty it is a mistake.
+    return any(value == default and isinstance(value, bool) == isinstance(default, bool) for default in defaults)
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("stop must be a string or a list of strings")
+    return tuple(texts)
+
+
+def _prompt(value: object) -> object:
+    if _is_text_or_texts(value) or _is_ids_or_lists(value):
+        return value
+    raise ValueError("a prompt must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def _text_prompt(value: object) -> object:
+    if _is_text_or_texts(value):
+        return value
+    raise ValueError("text must be a string or a list of strings")
+
+
+def _id_prompt(value: object) -> object:
+    if _is_ids_or_lists(value):
+        return value
+    raise ValueError("input_ids must be a list of token ids or a list of such lists")
+
+
+def _is_text_or_texts(value: object) -> bool:
+    return isinstance(value, str) or (_is_full_list(value) and all(isinstance(part, str) for part in value))
+
+
+def _is_ids_or_lists(value: object) -> bool:
+    return _is_full_list(value) and (
+        _are_ids(value) or all(isinstance(part, list) and _are_ids(part) for part in value)
+    )
+
+
+def _is_full_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and bool(value)
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return all(type(part) is int for part in value)
+
+
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT_FORMS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+]
+_ID_FORMS: list[dict[str, Any]] = [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]
+Stop = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+TextPrompt = Annotated[str | list[str], PlainValidator(_text_prompt), WithJsonSchema({"anyOf": _TEXT_FORMS})]
+IdPrompt = Annotated[list[int] | list[list[int]], PlainValidator(_id_prompt), WithJsonSchema({"anyOf": _ID_FORMS})]
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(_prompt),
+    WithJsonSchema({"anyOf": [*_TEXT_FORMS, *_ID_FORMS]}),
+]
+RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]  # it goes into a header
+
+
+class Strict(BaseModel):
+    """No coercion, no unknown fields, nothing changed afterwards."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(Strict):
+    """What /v1/completions and /v1/chat/completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # the newer name; wins where both are given
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = Field(1, ge=1, le=MAX_N)
+    seed: int | None = None
+    stop: Stop = ()
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in NOT_SUPPORTED:
+                if not _is_default(value, NOT_SUPPORTED[name]):
+                    raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
+            elif name not in HINTS:
+                kept[name] = value  # refused by name, as any unknown field
+        return kept
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def params(self, *, choice: int, default_max_tokens: int | None) -> SamplingParams:
+        """Those of one choice: with a seed each choice has its own, so that they differ but can be had again.
+
+        Raises: RequestError naming the field.
+        """
+        is_new_name = self.max_completion_tokens is not None
+        max_tokens = self.max_completion_tokens if is_new_name else self.max_tokens
+        try:
+            return SamplingParams(
+                max_tokens=default_max_tokens if max_tokens is None else max_tokens,
+                min_tokens=self.min_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                seed=_seed(self.seed, choice),
+                stop=self.stop,
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                include_stop_str_in_output=self.include_stop_str_in_output,
+                skip_special_tokens=self.skip_special_tokens,
+            )
+        except RequestError as error:
+            if error.param == "max_tokens" and is_new_name:
+                message = str(error).replace("max_tokens", "max_completion_tokens")
+                raise RequestError(message, param="max_completion_tokens", code=error.code) from error
+            raise
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompt
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _best_of_picks_nothing(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.n:
+            raise RequestError("best_of is not supported", param="best_of", code="unsupported_parameter")
+        return self
+
+
+class ChatMessage(BaseModel):
+    """A message. Fields beyond these reach the template; its contents are checked where it is rendered."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None
+
+
+class ChatBody(GenerationBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def _seed(seed: int | None, choice: int) -> int | None:
+    if seed is None or choice == 0:
+        return seed
+    span = 1 << 64
+    return (seed + choice + span // 2) % span - span // 2

@@ -1,0 +1,149 @@
+"""One client's connection: uvicorn's HTTP/1.1 protocol, with limits on its head and a direct way to write chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, Protocol, cast
+
+from starlette.types import Scope
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+EXTENSION = "slipstream.connection"
+MAX_HEAD_BYTES = 64 << 10
+WRITE_BUFFER_BYTES = 16 << 10  # what waits in this process for a slow reader before its stream coalesces
+SOCKET_BUFFER_BYTES = 256 << 10  # what waits in the kernel; left to itself that grows to megabytes
+KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 20, 5, 4  # a silent loss is noticed within 40 s
+_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class DirectConnection(Protocol):
+    """Writes body chunks of the response that is under way, without ASGI's coroutine and the layers around it.
+
+    Only between `http.response.start` and the last `http.response.body`, both sent through ASGI, and only for
+    responses without a content-length.
+    """
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether a write neither waits nor is lost."""
+        ...
+
+    def write_chunk(self, body: bytes) -> None:
+        """Write `body`, which must not be empty."""
+        ...
+
+    def abort(self) -> None:
+        """Cut the connection without writing what is buffered."""
+        ...
+
+
+def direct_connection(scope: Scope) -> DirectConnection | None:
+    """The connection a request came by, or None under a server that is not ours."""
+    return cast("DirectConnection | None", scope.get("extensions", {}).get(EXTENSION))
+
+
+class ServedConnection(HttpToolsProtocol):
+    """Adds to uvicorn's protocol what it leaves out: time and size limits for a request's head, TCP keepalive, small
+    write buffers, and itself as a DirectConnection in the request's scope."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        head_timeout_s: float,
+        write_timeout_s: float,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._head_timeout_s = head_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+
+    # DirectConnection
+
+    @property
+    def is_writable(self) -> bool:
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_chunk(self, body: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a response is under way."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            _notice_silent_loss(sock, self._write_timeout_s)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is not None:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES and b"\r\n\r\n" not in data:
+                self._refuse(_TOO_LARGE)
+                return
+        super().data_received(data)
+
+    # httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: self}
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_came()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._num_head_bytes = 0
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, _TOO_SLOW)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, answer: bytes) -> None:
+        """Answer a head that never ends. While an earlier response is under way there is nothing to say: hang up."""
+        self._head_came()
+        if not self.is_busy:
+            self.transport.write(answer)
+        self.transport.close()
+
+
+def _notice_silent_loss(sock: socket.socket, write_timeout_s: float) -> None:
+    """A peer that vanished without a word is found by probes while idle, by unacknowledged bytes while written to."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_EVERY_S),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", int(write_timeout_s * 1000)),
+    ):
+        option = getattr(socket, name, None)
+        if option is not None:  # not every platform has them all
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)

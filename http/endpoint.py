@@ -1,0 +1,74 @@
+"""An endpoint as an ASGI app: what it raises becomes the error body of the table, and every answer has its request id."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .failures import failure_of
+from .frames import Shape
+from .front import Front
+from .sse import SseResponse
+from .submission import Job
+from .whole import whole_answer
+
+Handler = Callable[[Front, "Call"], Awaitable[Response]]
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ID_KEY = "slipstream.request_id"
+
+
+def request_id_of(scope: Scope) -> str:
+    """The request's id: the client's X-Request-Id if it can be echoed, else a new one; the same at each call."""
+    known = scope.get(_ID_KEY)
+    if isinstance(known, str):
+        return known
+    sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    request_id: str = sent if _GOOD_ID.fullmatch(sent) else uuid.uuid4().hex
+    scope[_ID_KEY] = request_id
+    return request_id
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of an endpoint. `request_id` may be replaced by one from the body."""
+
+    request: Request
+    request_id: str
+    accepted_at: float
+
+
+class Endpoint:
+    """Runs one handler for each request."""
+
+    def __init__(self, front: Front, handler: Handler) -> None:
+        self._front = front
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(request=Request(scope, receive), request_id=request_id_of(scope), accepted_at=perf_counter())
+        try:
+            response = await self._handler(self._front, call)
+        except Exception as error:
+            failure = failure_of(error, call.request_id)
+            self._front.metrics.refused[failure.status] += 1
+            response = failure.response(call.request_id)
+        else:
+            if not isinstance(response, SseResponse):
+                response.headers["x-request-id"] = call.request_id
+        await response(scope, receive, send)
+
+
+async def answer(front: Front, call: Call, shape: Shape, jobs: Sequence[Job], *, stream: bool) -> Response:
+    """Generate `jobs` and answer with them in `shape`."""
+    if stream:
+        return SseResponse(front, shape, jobs, request_id=call.request_id, accepted_at=call.accepted_at)
+    return await whole_answer(
+        front, shape, jobs, call.request.receive, request_id=call.request_id, accepted_at=call.accepted_at
+    )

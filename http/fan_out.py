@@ -1,0 +1,55 @@
+"""Writing to all streams that have something new, in slices of the loop's time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import perf_counter
+from typing import Protocol
+
+SLICE_S = 0.0005  # the loop thread's budget for one slice of anything
+LOOK_EVERY = 8  # streams between two looks at the clock
+
+
+class Flushable(Protocol):
+    def flush(self, now: float) -> None:
+        """Write what is pending. Must not block or raise. `now` is perf_counter's."""
+        ...
+
+
+class FanOut:
+    """Flushes each scheduled stream once, in order, from callbacks of the running loop.
+
+    However many tokens come in one turn of the loop, it costs one callback, not one a stream; a long queue is cut
+    into slices with other work of the loop in between. A stream that gets more text while it waits for its turn sends
+    all of it in one frame: that is how output coalesces by itself when writing does not fit into a step.
+    """
+
+    __slots__ = ("_armed", "_ready")
+
+    def __init__(self) -> None:
+        self._ready: deque[Flushable] = deque()
+        self._armed = False
+
+    def schedule(self, stream: Flushable) -> None:
+        """Have `stream` flushed in the next turn. The caller does not schedule it again before that."""
+        self._ready.append(stream)
+        if not self._armed:
+            self._armed = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        ready = self._ready
+        now = perf_counter()
+        until = now + SLICE_S
+        # Streams scheduled meanwhile wait for the next turn.
+        for index in range(len(ready)):
+            if index % LOOK_EVERY == 0 and index:
+                now = perf_counter()
+                if now > until:
+                    break
+            ready.popleft().flush(now)
+        if ready:
+            asyncio.get_running_loop().call_soon(self._run)
+        else:
+            self._armed = False

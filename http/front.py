@@ -1,0 +1,62 @@
+"""What all endpoints share: the engine, the names it is served under, limits, counters and the requests alive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..engine.engine import Engine, EngineState
+from ..engine.errors import EngineDead, Overloaded
+from .failures import model_not_found, not_ready
+from .fan_out import FanOut
+from .metrics import FrontMetrics
+from .settings import FrontSettings
+
+
+class Abortable(Protocol):
+    def abort(self) -> None:
+        """End what still runs; its sinks get their ends at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """One served engine. `model_names` holds the name it goes by first, then its aliases."""
+
+    engine: Engine
+    model_names: tuple[str, ...]
+    settings: FrontSettings
+    metrics: FrontMetrics
+    fan_out: FanOut = field(default_factory=FanOut)
+    live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model(self, asked: str | None) -> str:
+        """The name that the reply carries. Leaving the model out means the one that is served.
+
+        Raises: Refused (404) for any other name.
+        """
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            raise model_not_found(asked)
+        return asked
+
+    def check_open(self) -> None:
+        """Raise what a new request is answered with while the engine does not take it."""
+        engine = self.engine
+        if engine.state in (EngineState.NEW, EngineState.STARTING):
+            raise not_ready()
+        if engine.state is EngineState.DRAINING:
+            raise Overloaded("the server is shutting down and takes no new requests", draining=True)
+        if not engine.state.is_ready:
+            raise EngineDead("the engine has stopped")
+
+    def abort(self, request_ids: Sequence[str]) -> int:
+        """Abort the named requests; their clients get an error ending. Returns how many were alive."""
+        found = [alive for name in request_ids for alive in self.live.get(name, ())]
+        for alive in found:
+            alive.abort()
+        return len(found)

@@ -1,0 +1,209 @@
+"""The engine's own endpoints: /generate (text or ids), /tokenize, /detokenize, /server_info, /abort_request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from ..engine.errors import RequestError
+from ..engine.outputs import Finished, Usage
+from ..engine.sampling_params import SamplingParams
+from .bodies import ChatMessage, IdPrompt, RequestId, Stop, Strict, TextPrompt
+from .endpoint import Call, answer
+from .frames import DONE, TEXT, Collected, Template, event, template
+from .front import Front
+from .openai_chat import template_message
+from .prompts import encode_chat, encode_prompts
+from .request_body import checked, read_json
+from .submission import Job
+
+
+class NativeSampling(Strict):
+    """SamplingParams by their own names; `max_new_tokens` is another name of `max_tokens`."""
+
+    max_tokens: int | None = None
+    max_new_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Stop = ()
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def params(self) -> SamplingParams:
+        """Raises: RequestError naming the field."""
+        values = self.model_dump(exclude={"max_new_tokens"}, exclude_unset=True)
+        if self.max_new_tokens is not None:
+            values["max_tokens"] = self.max_new_tokens
+        return SamplingParams(**values)
+
+
+class GenerateBody(Strict):
+    text: TextPrompt | None = None
+    input_ids: IdPrompt | None = None
+    sampling_params: NativeSampling = NativeSampling()
+    stream: bool = False
+    rid: RequestId | None = None
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> GenerateBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise RequestError("give either text or input_ids", param="text")
+        return self
+
+
+class TokenizeBody(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class DetokenizeBody(Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+class AbortBody(Strict):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+async def generate(front: Front, call: Call) -> Response:
+    """POST /generate. Streams the new text and ids with each event."""
+    front.check_open()
+    body = checked(GenerateBody, await read_json(call.request, front.settings))
+    call.request_id = body.rid or call.request_id
+    params = body.sampling_params.params()
+    if body.text is not None:
+        prompts = await encode_prompts(front, body.text, param="text")
+    else:
+        prompts = await encode_prompts(front, body.input_ids or [], param="input_ids")
+    if len(prompts) > front.settings.max_choices:
+        raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="text")
+    jobs = [Job(prompt_ids=prompt_ids, params=params) for prompt_ids in prompts]
+    prompt_is_list = isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[0], list))
+    shape = NativeShape(call.request_id, is_list=prompt_is_list)
+    return await answer(front, call, shape, jobs, stream=body.stream)
+
+
+async def tokenize(front: Front, call: Call) -> Response:
+    """POST /tokenize: a prompt, or messages through the chat template."""
+    front.check_open()
+    body = checked(TokenizeBody, await read_json(call.request, front.settings))
+    front.model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        ids = await encode_chat(
+            front,
+            [template_message(message) for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            extra=body.chat_template_kwargs,
+        )
+    else:
+        ids = (await encode_prompts(front, body.prompt or "", add_special_tokens=body.add_special_tokens))[0]
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": front.engine.limits.max_model_len})
+
+
+async def detokenize(front: Front, call: Call) -> Response:
+    """POST /detokenize."""
+    front.check_open()
+    body = checked(DetokenizeBody, await read_json(call.request, front.settings))
+    front.model(body.model)
+    tokenizer, vocab_size = front.engine.tokenizer, front.engine.limits.vocab_size
+    if tokenizer is None:
+        raise RequestError("this server has no tokenizer", param="tokens", code="no_tokenizer")
+    if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
+        raise RequestError(f"token ids must lie in 0…{vocab_size - 1}", param="tokens")
+    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+async def server_info(front: Front, call: Call) -> Response:
+    """GET /server_info: what runs here, and how it is doing."""
+    front.check_open()
+    limits, stats = front.engine.limits, front.engine.stats
+    return json_response(
+        {
+            "models": list(front.model_names),
+            "state": front.engine.state.value,
+            "max_model_len": limits.max_model_len,
+            "vocab_size": limits.vocab_size,
+            "page_size": limits.page_size,
+            **stats._asdict(),
+        }
+    )
+
+
+async def abort_request(front: Front, call: Call) -> Response:
+    """POST /abort_request: one request by its id, or all of them."""
+    body = checked(AbortBody, await read_json(call.request, front.settings))
+    if body.rid is None and not body.abort_all:
+        raise RequestError("give a rid or abort_all", param="rid")
+    names = list(front.live) if body.abort_all else [body.rid or ""]
+    return json_response({"num_aborted": front.abort(names)})
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+class NativeShape:
+    """SGLang's fields, with the new text and ids in each event instead of all so far."""
+
+    wants_ids = True
+    continuous_usage = False
+
+    def __init__(self, request_id: str, *, is_list: bool) -> None:
+        self._request_id = request_id
+        self._is_list = is_list
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def text(self, index: int) -> Template:
+        whole = template({"index": index, "text": TEXT, "output_ids": [], "meta_info": None})
+        return Template(whole.head, whole.tail.removeprefix(b',"output_ids":[]'))
+
+    def usage_tail(self, usage: Usage) -> bytes:
+        return b""
+
+    def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:
+        return event({"index": index, "text": "", "output_ids": [], "meta_info": self._meta_info(end)})
+
+    def ending(self, usage: Usage) -> bytes:
+        return DONE
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        answers = [
+            {
+                "index": choice.index,
+                "text": choice.text,
+                "output_ids": list(choice.token_ids),
+                "meta_info": self._meta_info(choice.end),
+            }
+            for choice in choices
+        ]
+        return orjson.dumps(answers if self._is_list else answers[0])
+
+    def _meta_info(self, end: Finished) -> dict[str, object]:
+        return {
+            "id": self._request_id,
+            "finish_reason": {"type": end.reason, "matched": end.stop_reason},
+            "prompt_tokens": end.usage.prompt_tokens,
+            "completion_tokens": end.usage.output_tokens,
+            "cached_tokens": end.usage.cached_tokens,
+        }

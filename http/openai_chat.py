@@ -1,0 +1,89 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from ..engine.outputs import Finished, Usage
+from .bodies import ChatBody, ChatMessage, GenerationBody
+from .endpoint import Call, answer
+from .frames import TEXT, Collected, Template, event
+from .front import Front
+from .openai_completions import OpenAiShape
+from .prompts import encode_chat
+from .request_body import checked, read_json
+from .submission import Job
+
+
+async def chat_completions(front: Front, call: Call) -> Response:
+    front.check_open()
+    body = checked(ChatBody, await read_json(call.request, front.settings))
+    call.request_id = body.request_id or call.request_id
+    shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=front.model(body.model))
+    params = [body.params(choice=choice, default_max_tokens=None) for choice in range(body.n)]
+    prompt_ids = await encode_chat(
+        front,
+        [template_message(message) for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        extra=body.chat_template_kwargs,
+    )
+    jobs = [
+        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0)
+        for choice, choice_params in enumerate(params)
+    ]
+    return await answer(front, call, shape, jobs, stream=body.stream)
+
+
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """As chat templates know it: they have a system role where newer clients say developer, and would drop the other."""
+    role = "system" if message.role == "developer" else message.role
+    return {**(message.model_extra or {}), "role": role, "content": message.content}
+
+
+class ChatShape(OpenAiShape):
+    """Chunks of kind chat.completion.chunk, answers of kind chat.completion."""
+
+    def __init__(self, body: GenerationBody, *, response_id: str, model: str) -> None:
+        super().__init__(body, response_id=response_id, model=model, kind="chat.completion.chunk")
+        if not body.stream:
+            self._base["object"] = "chat.completion"
+
+    def opening(self, index: int) -> bytes:
+        return event(self.chunk([_delta(index, {"role": "assistant", "content": ""}, None)]))
+
+    def text(self, index: int) -> Template:
+        return self.cut(_delta(index, {"content": TEXT}, None))
+
+    def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:
+        return event(self.chunk([_delta(index, {}, end)], usage))
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        return self.body(
+            [
+                {
+                    "index": choice.index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": choice.end.reason,
+                    "stop_reason": choice.end.stop_reason,
+                }
+                for choice in choices
+            ],
+            usage,
+        )
+
+
+def _delta(index: int, delta: dict[str, object], end: Finished | None) -> dict[str, object]:
+    choice: dict[str, object] = {
+        "index": index,
+        "delta": delta,
+        "logprobs": None,
+        "finish_reason": None if end is None else end.reason,
+    }
+    if end is not None:
+        choice["stop_reason"] = end.stop_reason
+    return choice

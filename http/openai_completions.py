@@ -1,0 +1,107 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import orjson
+from starlette.responses import Response
+
+from ..engine.errors import RequestError
+from ..engine.outputs import Finished, Usage
+from .bodies import CompletionBody, GenerationBody
+from .endpoint import Call, answer
+from .frames import DONE, TEXT, Collected, Template, event, template, usage_fields
+from .front import Front
+from .prompts import encode_prompts
+from .request_body import checked, read_json
+from .submission import Job
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
+
+
+async def completions(front: Front, call: Call) -> Response:
+    front.check_open()
+    body = checked(CompletionBody, await read_json(call.request, front.settings))
+    call.request_id = body.request_id or call.request_id
+    shape = CompletionShape(body, response_id=f"cmpl-{call.request_id}", model=front.model(body.model))
+    params = [body.params(choice=choice, default_max_tokens=DEFAULT_MAX_TOKENS) for choice in range(body.n)]
+    prompts = await encode_prompts(front, body.prompt)
+    if len(prompts) * body.n > front.settings.max_choices:
+        raise RequestError(f"at most {front.settings.max_choices} choices a request", param="n")
+    jobs = [
+        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0)
+        for prompt_ids in prompts
+        for choice, choice_params in enumerate(params)
+    ]
+    return await answer(front, call, shape, jobs, stream=body.stream)
+
+
+class OpenAiShape:
+    """What completions and chat completions share: usage and the end mark."""
+
+    wants_ids = False
+
+    def __init__(self, body: GenerationBody, *, response_id: str, model: str, kind: str) -> None:
+        self.continuous_usage = body.continuous_usage
+        self._includes_usage = body.include_usage
+        self._kind = kind
+        self._base = {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
+
+    def chunk(self, choices: list[dict[str, object]], usage: Usage | None = None) -> dict[str, object]:
+        """One chunk; with usage on request, every chunk has the key."""
+        chunk: dict[str, object] = {**self._base, "system_fingerprint": None, "choices": choices}
+        if self._includes_usage:
+            chunk["usage"] = None if usage is None else usage_fields(usage)
+        return chunk
+
+    def cut(self, choice: dict[str, object]) -> Template:
+        """The template of `choice`; with continuous usage its tail ends before the usage's value."""
+        whole = template(self.chunk([choice]))
+        if not self.continuous_usage:
+            return whole
+        return Template(whole.head, whole.tail.removesuffix(b"null}\n\n"))
+
+    def usage_tail(self, usage: Usage) -> bytes:
+        return orjson.dumps(usage_fields(usage)) + b"}\n\n"
+
+    def ending(self, usage: Usage) -> bytes:
+        return (event(self.chunk([], usage)) if self._includes_usage else b"") + DONE
+
+    def body(self, choices: list[dict[str, object]], usage: Usage) -> bytes:
+        """The whole answer."""
+        return orjson.dumps(
+            {**self._base, "system_fingerprint": None, "choices": choices, "usage": usage_fields(usage)}
+        )
+
+
+class CompletionShape(OpenAiShape):
+    """Chunks and answers of kind text_completion."""
+
+    def __init__(self, body: GenerationBody, *, response_id: str, model: str) -> None:
+        super().__init__(body, response_id=response_id, model=model, kind="text_completion")
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def text(self, index: int) -> Template:
+        return self.cut(_choice(index, TEXT, None))
+
+    def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:
+        return event(self.chunk([_choice(index, "", end)], usage))
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        return self.body([_choice(choice.index, choice.text, choice.end) for choice in choices], usage)
+
+
+def _choice(index: int, text: str, end: Finished | None) -> dict[str, object]:
+    choice: dict[str, object] = {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": None if end is None else end.reason,
+    }
+    if end is not None:
+        choice["stop_reason"] = end.stop_reason
+    return choice

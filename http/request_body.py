@@ -1,0 +1,86 @@
+"""A request's body: read within limits, parsed, and checked into a record whose errors name the field."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from ..engine.errors import RequestError
+from .failures import Refused
+from .settings import FrontSettings
+
+Body = TypeVar("Body", bound=BaseModel)
+CLOSE = {"connection": "close"}  # what is left of such a body will not be read
+
+
+async def read_json(request: Request, settings: FrontSettings) -> dict[str, Any]:
+    """The JSON object in the body; its null fields are left out, as if they had not been sent.
+
+    Raises: Refused with 413 (too large), 408 (too slow) or 400.
+    """
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal():
+        raise Refused(400, "content-length is not a number", headers=CLOSE)
+    if int(length) > settings.max_body_bytes:
+        raise _too_large(settings.max_body_bytes)
+    body = await _read(request, settings)
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise Refused(400, "the body must be a JSON object", code="invalid_json")
+    return {name: field for name, field in value.items() if field is not None}
+
+
+async def _read(request: Request, settings: FrontSettings) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "the client went away before its request was complete")
+                body += message.get("body", b"")
+                if len(body) > settings.max_body_bytes:
+                    raise _too_large(settings.max_body_bytes)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        message_text = f"the body did not arrive within {settings.body_timeout_s:g} s"
+        raise Refused(408, message_text, code="body_timeout", headers=CLOSE) from None
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, f"the body is larger than {limit} bytes", code="body_too_large", headers=CLOSE)
+
+
+def checked(kind: type[Body], fields: dict[str, Any]) -> Body:
+    """`fields` as a record.
+
+    Raises: RequestError for the first field that does not fit.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=True, include_input=False)[0]
+        param = _path(first["loc"])
+        if first["type"] == "extra_forbidden":
+            message = f"unknown parameter: {param}"
+            raise RequestError(message, param=param, code="unknown_parameter") from error
+        if first["type"] == "missing":
+            raise RequestError(f"{param} is required", param=param, code="missing_required_parameter") from error
+        cause = first.get("ctx", {}).get("error")
+        text = str(cause) if cause is not None else f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+        raise RequestError(text, param=param) from error
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path

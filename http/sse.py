@@ -1,0 +1,278 @@
+"""A streamed answer: the step loop pushes text into it, and its frames go to the socket without a task switch.
+
+The path of a token: the step loop calls `Choice.push`, which appends the text and marks the stream; once a turn of the
+loop FanOut calls `flush`, which renders one frame a choice and writes them to the connection. The request's task sleeps
+meanwhile. It writes only where a write may have to wait: for a slow reader, under a server that is not ours, and at
+both ends of the response. While it waits, text piles up in the choices and leaves in one frame each afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from time import perf_counter
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..engine.outputs import End, Finished, Usage
+from .connection import DirectConnection, direct_connection
+from .disconnect import watching
+from .failures import failure_of
+from .frames import PING, Shape
+from .front import Front
+from .submission import Job, Submission, count_end, error_of, total_usage
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Choice:
+    """One choice of a stream: the engine's sink, and the text that is not written yet."""
+
+    __slots__ = (
+        "_head",
+        "_ids",
+        "_index",
+        "_is_marked",
+        "_last_at",
+        "_num_output_tokens",
+        "_num_prompt_tokens",
+        "_stream",
+        "_tail",
+        "ended",
+        "pending",
+    )
+
+    def __init__(self, stream: SseResponse, shape: Shape, index: int, num_prompt_tokens: int) -> None:
+        self._stream = stream
+        self._index = index
+        self._head, self._tail = shape.text(index)
+        self._ids: list[int] | None = [] if shape.wants_ids else None
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_output_tokens = 0
+        self._last_at: float | None = None  # when the frame before was taken; None: the opening is still to come
+        self._is_marked = False
+        self.pending = ""
+        self.ended: End | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """As far as it has come; the end brings the final one."""
+        if self.ended is not None:
+            return self.ended.usage
+        return Usage(prompt_tokens=self._num_prompt_tokens, cached_tokens=0, output_tokens=self._num_output_tokens)
+
+    def push(self, token_ids: Sequence[int], text: str) -> None:
+        self._num_output_tokens += len(token_ids)
+        if self._ids is not None:
+            self._ids.extend(token_ids)
+        elif not text:
+            return
+        self.pending += text
+        if not self._is_marked:
+            self._is_marked = True
+            self._stream.mark(self)
+
+    def end(self, end: End) -> None:
+        self.ended = end
+        if not self._is_marked:
+            self._is_marked = True
+            self._stream.mark(self)
+        self._stream.choice_ended(end)
+
+    def take(self, shape: Shape, now: float) -> bytes:
+        """What is new, as frames; afterwards nothing is pending."""
+        self._is_marked = False
+        stream = self._stream
+        if self._last_at is None:
+            frames = shape.opening(self._index)
+            stream.saw_first(now)
+        else:
+            frames = b""
+            stream.saw_gap(now - self._last_at)
+        self._last_at = now
+        if self.pending or self._ids:
+            frames += self._head + orjson.dumps(self.pending)
+            self.pending = ""
+            if self._ids is not None:
+                frames += b',"output_ids":' + orjson.dumps(self._ids)
+                self._ids.clear()
+            frames += shape.usage_tail(stream.usage()) if shape.continuous_usage else self._tail
+        if isinstance(self.ended, Finished):
+            usage = stream.usage() if shape.continuous_usage else None
+            frames += shape.closing(self._index, self.ended, usage)
+        return frames
+
+
+class SseResponse(Response):
+    """One response with the frames of all its choices, interleaved.
+
+    Made means submitted: raises what the engine raises before anything is sent. The caller then calls it as an ASGI
+    app, without an await in between; nothing of it runs on afterwards.
+    """
+
+    def __init__(self, front: Front, shape: Shape, jobs: Sequence[Job], *, request_id: str, accepted_at: float) -> None:
+        self.status_code = 200
+        self.background = None
+        self._front = front
+        self._shape = shape
+        self._jobs = jobs
+        self._request_id = request_id
+        self._accepted_at = accepted_at
+        self._first_at: float | None = None
+        self._last_write_at = accepted_at
+        self._choices = [Choice(self, shape, index, len(job.prompt_ids)) for index, job in enumerate(jobs)]
+        self._fresh: list[Choice] = []  # choices with something to write
+        self._num_running = len(jobs)
+        self._error: Exception | None = None
+        self._connection: DirectConnection | None = None
+        self._woken = asyncio.Event()
+        self._ping_timer: asyncio.TimerHandle | None = None
+        self._is_ping_due = False
+        self._is_scheduled = False
+        self._is_parked = True  # the request's task writes; flush() may not
+        self._is_given_up = False  # the client is gone, or as good as
+        self._submission = Submission(front, jobs, self._choices, request_id)
+
+    # Called by the choices, on the step loop.
+
+    def mark(self, choice: Choice) -> None:
+        """`choice` has something new, and had not before."""
+        self._fresh.append(choice)
+        if not self._is_parked and not self._is_scheduled:
+            self._is_scheduled = True
+            self._front.fan_out.schedule(self)
+
+    def choice_ended(self, end: End) -> None:
+        self._num_running -= 1
+        self._error = self._error or error_of(end)
+        if self._is_over:
+            self._woken.set()
+
+    def saw_first(self, now: float) -> None:
+        if self._first_at is None:
+            self._first_at = now
+            self._front.metrics.first_token_s.observe(now - self._accepted_at)
+
+    def saw_gap(self, gap_s: float) -> None:
+        self._front.metrics.inter_token_s.observe(gap_s)
+
+    def usage(self) -> Usage:
+        """Of all choices together, so far."""
+        return total_usage(self._jobs, [choice.usage for choice in self._choices])
+
+    # Called by FanOut.
+
+    def flush(self, now: float) -> None:
+        self._is_scheduled = False
+        if self._is_parked or self._is_given_up:
+            return
+        connection = self._connection
+        if connection is None or self._is_over or not connection.is_writable:
+            self._woken.set()
+        elif self._fresh:
+            connection.write_chunk(self._take(now))
+
+    # The request's task.
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._connection = direct_connection(scope)
+        headers = [*HEADERS, (b"x-request-id", self._request_id.encode("latin-1"))]
+        try:
+            async with watching(receive, self._hung_up):
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._arm_ping(self._front.settings.ping_interval_s)
+                await self._write_until_over(send)
+        finally:
+            self._is_given_up = True
+            if self._ping_timer is not None:
+                self._ping_timer.cancel()
+            ends = [choice.ended for choice in self._choices]
+            self._submission.close()
+            seconds = perf_counter() - self._accepted_at
+            count_end(self._front, ends, self._error, seconds)
+
+    async def _write_until_over(self, send: Send) -> None:
+        while not self._is_given_up:
+            self._woken.clear()
+            is_last = self._is_over
+            body = self._take(perf_counter())
+            if self._is_ping_due:
+                self._is_ping_due = False
+                body = body or PING
+            if is_last:
+                body += self._last_words()
+            if body:
+                await self._send(send, body, more=not is_last)
+            if is_last:
+                return
+            if not self._fresh:  # nothing came while the write waited
+                self._is_parked = False
+                await self._woken.wait()
+                self._is_parked = True
+
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+        """Write; a client that does not take it in time, or lets too much pile up meanwhile, is given up."""
+        try:
+            async with asyncio.timeout(self._front.settings.write_timeout_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            self._cut_off()
+        if sum(len(choice.pending) for choice in self._choices) > self._front.settings.max_pending_chars:
+            self._cut_off()
+
+    def _take(self, now: float) -> bytes:
+        fresh, self._fresh = self._fresh, []
+        self._last_write_at = now
+        return b"".join([choice.take(self._shape, now) for choice in fresh])
+
+    def _last_words(self) -> bytes:
+        if self._error is None:
+            return self._shape.ending(self.usage())
+        failure = failure_of(self._error, self._request_id)
+        return b"data: " + failure.body() + b"\n\n"
+
+    @property
+    def _is_over(self) -> bool:
+        return self._num_running == 0 or self._error is not None
+
+    def _hung_up(self) -> None:
+        """The client is gone (or has all it came for, which makes this harmless)."""
+        if not self._is_given_up:
+            if not self._is_over:
+                self._front.metrics.num_hang_ups += 1
+            self._is_given_up = True
+            self._submission.abort()
+            self._woken.set()
+
+    def _cut_off(self) -> None:
+        self._front.metrics.num_write_timeouts += 1
+        self._is_given_up = True
+        self._submission.abort()
+        if self._connection is not None:
+            self._connection.abort()
+
+    # Comments that keep proxies from cutting a silent stream; driven by the clock, not by the engine.
+
+    def _arm_ping(self, delay_s: float) -> None:
+        self._ping_timer = asyncio.get_running_loop().call_later(delay_s, self._ping)
+
+    def _ping(self) -> None:
+        interval_s = self._front.settings.ping_interval_s
+        now = perf_counter()
+        silence_s = now - self._last_write_at
+        if silence_s >= interval_s * 0.999:  # timers may fire a little early
+            silence_s = 0.0
+            if not self._is_parked:
+                self._last_write_at = now
+                if self._connection is not None and self._connection.is_writable:
+                    self._connection.write_chunk(PING)
+                else:
+                    self._is_ping_due = True
+                    self._woken.set()
+        self._arm_ping(interval_s - silence_s)

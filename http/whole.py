@@ -1,0 +1,100 @@
+"""An answer that is not streamed: collected until every choice has ended, or until nobody waits for it any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from time import perf_counter
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from ..engine.outputs import End, Finished
+from .disconnect import watching
+from .frames import Collected, Shape
+from .front import Front
+from .submission import Job, Submission, count_end, error_of, total_usage
+
+CLIENT_GONE = 499  # for the log; nobody reads it
+
+
+class Collector:
+    """One choice, as the engine's sink."""
+
+    __slots__ = ("_over", "ended", "texts", "token_ids")
+
+    def __init__(self, over: Countdown) -> None:
+        self._over = over
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.ended: End | None = None
+
+    def push(self, token_ids: Sequence[int], text: str) -> None:
+        self._over.saw_token()
+        self.token_ids.extend(token_ids)
+        self.texts.append(text)
+
+    def end(self, end: End) -> None:
+        self.ended = end
+        self._over.choice_ended(end)
+
+
+class Countdown:
+    """Is over when all choices have ended, or one of them badly."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_running = num_choices
+        self.error: Exception | None = None
+        self.first_at: float | None = None
+        self.is_over = asyncio.Event()
+
+    def saw_token(self) -> None:
+        if self.first_at is None:
+            self.first_at = perf_counter()
+
+    def choice_ended(self, end: End) -> None:
+        self._num_running -= 1
+        self.error = self.error or error_of(end)
+        if self._num_running == 0 or self.error is not None:
+            self.is_over.set()
+
+
+async def whole_answer(
+    front: Front, shape: Shape, jobs: Sequence[Job], receive: Receive, *, request_id: str, accepted_at: float
+) -> Response:
+    """Submit `jobs` and wait for all of them. A client that hangs up takes them with it.
+
+    Raises: what the engine refuses them with, or what one of them failed with.
+    """
+    over = Countdown(len(jobs))
+    collectors = [Collector(over) for _ in jobs]
+    submission = Submission(front, jobs, collectors, request_id)
+    is_gone = False
+
+    def hung_up() -> None:
+        nonlocal is_gone
+        is_gone = True
+        over.is_over.set()
+
+    try:
+        async with watching(receive, hung_up):
+            await over.is_over.wait()
+    finally:
+        ends = [collector.ended for collector in collectors]
+        submission.close()
+    usage = total_usage(jobs, [collector.ended.usage for collector in collectors if collector.ended is not None])
+    if over.first_at is not None:
+        front.metrics.first_token_s.observe(over.first_at - accepted_at)
+    if is_gone and any(end is None for end in ends):
+        front.metrics.num_hang_ups += 1
+        count_end(front, ends, None, perf_counter() - accepted_at)
+        return Response(status_code=CLIENT_GONE)
+    count_end(front, ends, over.error, perf_counter() - accepted_at)
+    if over.error is not None:
+        raise over.error
+    choices = [
+        Collected(index=index, text="".join(collector.texts), token_ids=collector.token_ids, end=end)
+        for index, (collector, end) in enumerate(zip(collectors, ends, strict=True))
+        if isinstance(end, Finished)
+    ]
+    return Response(shape.whole(choices, usage), media_type="application/json")

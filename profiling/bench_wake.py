@@ -58,12 +58,17 @@ class BusyLoop:
 def cycles_per_ms() -> float:
     """What `torch.cuda._sleep` has to be given for a millisecond of this GPU."""
     start, end = timing_event(), timing_event()
-    torch.cuda._sleep(1_000_000)  # wakes the clock
+    sleep_on_gpu(1_000_000)  # wakes the clock
     start.record()
-    torch.cuda._sleep(20_000_000)
+    sleep_on_gpu(20_000_000)
     end.record()
     end.synchronize()
-    return 20_000_000 / start.elapsed_time(end)
+    return 20_000_000 / float(start.elapsed_time(end))
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def timing_event() -> torch.cuda.Event:
@@ -79,11 +84,11 @@ async def one_latency_us(lane: CudaLane, cycles: int) -> float:
         pass
     start_ns = time.perf_counter_ns()
 
-    def sleep_on_gpu() -> None:
-        torch.cuda._sleep(cycles)
+    def work() -> None:
+        sleep_on_gpu(cycles)
         end.record()
 
-    lane.submit(sleep_on_gpu)
+    lane.submit(work)
     await lane.ticket(lambda: None)
     wake_ns = time.perf_counter_ns()
     return (wake_ns - start_ns) / 1e3 - float(start.elapsed_time(end)) * 1e3

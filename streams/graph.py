@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from .cuda_lane import distinct_streams
 from .errors import MisuseError
 from .tensor_tree import copy_into
 
@@ -35,18 +36,25 @@ class GraphPool:
     first. Outputs of one graph are overwritten by the replay of another only if they are no longer referenced: a
     `CapturedGraph` keeps its output.
 
+    `stream`: to capture on, not the default stream; best one that no lane uses (see `distinct_streams`).
     `capture_error_mode`: "thread_local" by default, since other threads go on asking events while the loop's thread
     captures.
     """
 
-    def __init__(self, device: torch.device, *, capture_error_mode: CaptureErrorMode = "thread_local") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: CaptureErrorMode = "thread_local",
+    ) -> None:
         self.device = device
         self.capture_error_mode: CaptureErrorMode = capture_error_mode
         self.costs: list[CaptureCost] = []
         self._stream: torch.cuda.Stream | None = None
         self._handle: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = stream or distinct_streams(1, device)[0]
             self._handle = torch.cuda.graph_pool_handle()
             self._anchor = self._capture_nothing(self._stream)
 

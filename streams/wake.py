@@ -28,7 +28,7 @@ class WakeEvent(Protocol):
 
 
 class Completion:
-    """What to do once when `event` has passed: on whichever thread sees it first.
+    """What to do once when `event` has passed: on whichever thread sees it first, so not always in the order of events.
 
     `finish` and `fail` must not raise. `release` is given the event back when no thread waits on it any more.
     """

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -259,3 +261,70 @@ def test_a_body_that_changes_the_shape_of_its_result_is_misuse() -> None:
     live["length"] = 2
     with pytest.raises(MisuseError, match="changed its form"):
         graph.replay()
+
+
+# --- what is captured, with CUDA graphs faked ----------------------------------------------------
+
+
+class FakeGraph:
+    """A captured segment that does nothing but tell what happens to it."""
+
+    def __init__(self, log: list[str], number: int) -> None:
+        self.log = log
+        self.number = number
+        log.append(f"begin {number}")
+
+    def capture_end(self) -> None:
+        self.log.append(f"end {self.number}")
+        if self.number == 0:
+            warnings.warn("The CUDA Graph is empty. This usually means …", UserWarning, stacklevel=1)
+
+    def replay(self) -> None:
+        self.log.append(f"replay {self.number}")
+
+
+class FakePool(GraphPool):
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.log: list[str] = []
+        self.num_begun = 0
+
+    @property
+    def on_cuda(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        yield
+
+    def begin_segment(self) -> Any:
+        self.num_begun += 1
+        return FakeGraph(self.log, self.num_begun - 1)
+
+
+def test_a_capture_alternates_segments_and_bodies_and_drops_an_empty_segment() -> None:
+    breaks, pool = GraphBreaks(CPU), FakePool()
+    body = breaks.eager_on_graph(lambda values: pool.log.append("body") or values + 1)  # type: ignore[func-returns-value]
+    graph = BreakableGraph(lambda: body(body(torch.zeros(2))), pool, breaks, warmups=0)
+    captured = ["begin 0", "end 0", "body", "begin 1", "end 1", "replay 1", "body", "begin 2", "end 2", "replay 2"]
+    assert pool.log == captured
+    assert (graph.num_segments, graph.num_breaks) == (2, 2)
+    pool.log.clear()
+    graph.replay()
+    assert pool.log == ["body", "replay 1", "body", "replay 2"]
+
+
+def test_an_error_behind_a_break_ends_the_open_segment_and_an_error_in_its_body_has_none_to_end() -> None:
+    def fail(values: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the cause")
+
+    breaks, pool = GraphBreaks(CPU), FakePool()
+    body = breaks.eager_on_graph(lambda values: values + 1)
+    with pytest.raises(ValueError, match="the cause"):
+        BreakableGraph(lambda: fail(body(torch.zeros(2))), pool, breaks, warmups=0)
+    assert pool.log[-2:] == ["begin 1", "end 1"]
+    broken = breaks.eager_on_graph(fail)
+    pool.log.clear()
+    with pytest.raises(ValueError, match="the cause"):
+        BreakableGraph(lambda: broken(torch.zeros(2)), pool, breaks, warmups=0)
+    assert pool.log == ["begin 2", "end 2", "replay 2"]

@@ -1,0 +1,416 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slipstream.streams.breakable_graph import BreakableGraph, GraphBreaks
+from slipstream.streams.cuda_lane import CudaLane, cuda_host_func_launcher, distinct_streams
+from slipstream.streams.errors import MisuseError
+from slipstream.streams.graph import CapturedGraph, GraphPool
+from slipstream.streams.hold import Hold
+from slipstream.streams.host_lane import HostLane
+from slipstream.streams.relay import Relay
+from slipstream.streams.staging import StagingRing
+from slipstream.streams.wake import EventWaiter, HostFuncWaiter, ThreadWaiter
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+CYCLES_10_MS = 20_000_000  # at about 2 GHz; tests need "long", not "exactly"
+
+WAITERS: dict[str, Callable[[], EventWaiter]] = {
+    "thread-blocking": lambda: ThreadWaiter("test", blocking=True),
+    "thread-spinning": lambda: ThreadWaiter("test", blocking=False),
+    "host-function": lambda: HostFuncWaiter(cuda_host_func_launcher()),
+}
+
+
+def make_lanes(*names: str) -> list[CudaLane]:
+    streams = distinct_streams(len(names), CUDA)
+    return [CudaLane(name, CUDA, stream=stream) for name, stream in zip(names, streams, strict=True)]
+
+
+def sleep_10_ms() -> None:
+    torch.cuda._sleep(CYCLES_10_MS)
+
+
+# --- streams, events, fences ---------------------------------------------------------------------
+
+
+def test_lanes_never_share_a_raw_stream_although_torch_hands_streams_out_in_a_ring() -> None:
+    first = distinct_streams(20, CUDA)
+    second = distinct_streams(12, CUDA, taken=first)
+    handles = {stream.cuda_stream for stream in [*first, *second, torch.cuda.default_stream(CUDA)]}
+    assert len(handles) == 33
+    with pytest.raises(MisuseError):
+        distinct_streams(1, CUDA, taken=[*first, *second])
+
+
+def test_a_fence_passes_with_its_work_and_its_event_is_used_again() -> None:
+    (lane,) = make_lanes("compute")
+    lane.submit(sleep_10_ms)
+    fence = lane.fence()
+    assert not fence.done()
+    fence.wait_blocking()
+    assert fence.done()
+    assert len(lane._fence_events) == 1
+    again = lane.fence()
+    assert len(lane._fence_events) == 0
+    again.wait_blocking()
+    assert len(lane._fence_events) == 1
+    lane.close()
+
+
+async def test_a_copy_behind_a_fence_reads_what_was_computed_and_the_next_writer_waits_for_it() -> None:
+    compute, copy = make_lanes("compute", "copy")
+    values = torch.zeros(1024, dtype=torch.int64, device=CUDA)
+    ring = StagingRing(1 << 16, pinned=True)
+    torch.cuda.synchronize()
+    outcomes = []
+    for step in range(1, 4):
+        host = ring.acquire(step).take((1024,), torch.int64)
+        assert host.is_pinned()
+
+        def forward(step: int = step) -> None:
+            sleep_10_ms()
+            values.fill_(step)
+
+        def copy_out(host: torch.Tensor = host) -> None:
+            sleep_10_ms()  # without the second fence the next forward would overwrite the source
+            host.copy_(values, non_blocking=True)
+
+        compute.submit(forward)
+        copy.wait(compute.fence())
+        copy.submit(copy_out)
+        compute.wait(copy.fence())
+        outcomes.append(copy.ticket(lambda host=host: set(host.tolist())))  # type: ignore[misc]
+    assert [await outcome for outcome in outcomes] == [{1}, {2}, {3}]
+    compute.close()
+    copy.close()
+
+
+def test_a_cuda_lane_refuses_the_fence_of_a_host_lane() -> None:
+    (lane,) = make_lanes("compute")
+    host = HostLane("host")
+    with pytest.raises(MisuseError):
+        lane.wait(host.fence())
+    host.close()
+    lane.close()
+
+
+# --- tickets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WAITERS)
+async def test_the_loop_turns_while_the_gpu_works_and_the_ticket_comes_when_it_is_done(name: str) -> None:
+    lane = CudaLane("copy", CUDA, waiter=WAITERS[name]())
+    lane.synchronize_blocking()
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    counter = asyncio.ensure_future(count_turns())
+    for step in range(5):
+        lane.submit(sleep_10_ms)
+        fence = lane.fence()
+        ticket = lane.ticket(lambda step=step: step)  # type: ignore[misc]
+        assert not ticket.done()
+        assert await asyncio.wait_for(ticket, 10) == step
+        assert fence.done(), "the ticket came before its work was done"
+    counter.cancel()
+    assert turns >= 10
+    lane.close()
+
+
+@pytest.mark.parametrize("name", WAITERS)
+async def test_an_await_after_the_gpu_has_finished_gives_up_no_turn(name: str) -> None:
+    lane = CudaLane("copy", CUDA, waiter=WAITERS[name]())
+    ticket = lane.ticket(lambda: "read")
+    lane.synchronize_blocking()
+    waiting = ticket.__await__()
+    with pytest.raises(StopIteration) as stop:
+        next(waiting)
+    assert stop.value.value == "read"
+    assert await asyncio.wait_for(lane.ticket(lambda: "next"), 10) == "next"
+    lane.close()
+
+
+@pytest.mark.parametrize("name", WAITERS)
+async def test_many_tickets_in_flight_each_get_their_own_result_once(name: str) -> None:
+    lane = CudaLane("copy", CUDA, waiter=WAITERS[name]())
+    reads: list[int] = []
+    tickets = []
+    for step in range(50):
+        lane.submit(lambda: torch.cuda._sleep(200_000))
+        tickets.append(lane.ticket(lambda step=step: (reads.append(step), step)[1]))  # type: ignore[func-returns-value, misc]
+    results = await asyncio.wait_for(asyncio.gather(*tickets), 20)
+    assert results == list(range(50))
+    assert sorted(reads) == results
+    lane.close()
+
+
+async def test_a_hold_is_dropped_only_when_the_gpu_is_past_it() -> None:
+    compute, copy = make_lanes("compute", "copy")
+    values = torch.ones(4, device=CUDA)
+    torch.cuda.synchronize()
+    compute.submit(sleep_10_ms)
+    copy.wait(compute.fence())
+    hold = Hold(values)
+    hold.until(compute.fence())
+    assert not hold.drop()
+    await asyncio.wait_for(copy.ticket(lambda: None, hold=hold), 10)
+    assert hold.drop()
+    compute.close()
+    copy.close()
+
+
+async def test_closing_does_not_wait_for_a_step_that_is_stuck() -> None:
+    (lane,) = make_lanes("compute")
+    lane.submit(lambda: torch.cuda._sleep(50 * CYCLES_10_MS))
+    ticket = lane.ticket(lambda: "late")
+    started = time.perf_counter()
+    lane.close()
+    assert time.perf_counter() - started < 0.1
+    assert not ticket.done()
+    assert await asyncio.wait_for(ticket, 20) == "late"
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+async def test_a_steady_step_of_lanes_staging_relay_and_ticket_never_synchronises() -> None:
+    staging, compute, copy = make_lanes("staging", "compute", "copy")
+    ring = StagingRing(1 << 12, pinned=True, poison=True)
+    relay = Relay(8, CUDA)
+    rows_gpu = torch.zeros(4, dtype=torch.int64, device=CUDA)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ids: list[list[int]] = []
+        read_fence = compute.fence()
+        for step in range(20):
+            slot = ring.acquire(step)
+            rows_cpu, ids_cpu = slot.take((4,), torch.int64), slot.take((4,), torch.int64)
+            for index, row in enumerate((1, 2, 3, 0)):
+                rows_cpu[index] = row
+            staging.wait(read_fence)
+            staging.submit(lambda host=rows_cpu: rows_gpu.copy_(host, non_blocking=True))  # type: ignore[misc]
+            compute.wait(staging.fence())
+            compute.submit(lambda: relay.scatter(rows_gpu, relay.gather(rows_gpu) + rows_gpu))
+            read_fence = compute.fence()
+            copy.wait(read_fence)
+            copy.submit(lambda host=ids_cpu: host.copy_(relay.table[:4], non_blocking=True))  # type: ignore[misc]
+            compute.wait(copy.fence())
+            ids.append(await copy.ticket(lambda host=ids_cpu: host.tolist()))  # type: ignore[misc]
+            ring.release(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ids == [[0, step, 2 * step, 3 * step] for step in range(1, 21)]
+    for lane in (staging, compute, copy):
+        lane.close()
+
+
+# --- full graphs ---------------------------------------------------------------------------------
+
+
+def test_graphs_of_one_pool_replay_in_any_order_on_their_static_inputs() -> None:
+    pool = GraphPool(CUDA)
+    weight = torch.randn(64, 64, device=CUDA, dtype=torch.float64)
+    statics = [torch.zeros(rows, 64, device=CUDA, dtype=torch.float64) for rows in (128, 32, 8)]
+    graphs = [CapturedGraph(lambda static=static: (static @ weight).relu() @ weight, pool) for static in statics]
+    for number in (0, 2, 1, 1, 0):
+        statics[number].normal_()
+        expected = (statics[number] @ weight).relu() @ weight
+        torch.testing.assert_close(graphs[number].replay(), expected)
+    assert len(pool.costs) == 3
+    assert pool.growth_bytes >= 0
+    assert all(cost.seconds > 0 for cost in pool.costs)
+
+
+def test_a_graph_is_computed_once_it_is_captured() -> None:
+    static = torch.full((4,), 3.0, device=CUDA)
+    graph = CapturedGraph(lambda: static * 2, GraphPool(CUDA))
+    assert graph.output.tolist() == [6.0] * 4
+
+
+def test_a_capture_that_fails_raises_its_cause_and_the_next_one_works() -> None:
+    pool = GraphPool(CUDA)
+    static = torch.ones(4, device=CUDA)
+
+    def fail() -> torch.Tensor:
+        torch.mul(static, 2)
+        raise ValueError("bucket 4 does not fit")
+
+    with pytest.raises(ValueError, match="does not fit"):
+        CapturedGraph(fail, pool, warmups=0)
+    assert CapturedGraph(lambda: static + 1, pool).replay().tolist() == [2.0] * 4
+
+
+def test_a_capture_does_not_mind_a_thread_that_waits_for_events_meanwhile() -> None:
+    (stream,) = distinct_streams(1, CUDA)
+    static = torch.ones(4, device=CUDA)
+    seen: list[bool] = []
+
+    def wait_elsewhere() -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000)
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
+        event.synchronize()
+        seen.append(event.query())
+
+    def run() -> torch.Tensor:
+        thread = threading.Thread(target=wait_elsewhere)
+        thread.start()
+        thread.join()
+        return static + 1
+
+    graph = CapturedGraph(run, GraphPool(CUDA), warmups=0)
+    assert seen == [True]
+    assert graph.replay().tolist() == [2.0] * 4
+
+
+# --- breakable graphs ----------------------------------------------------------------------------
+
+
+class TwoLayers:
+    """x → matmul → eager attend (live length, padded tail zeroed) → residual, twice."""
+
+    def __init__(self, breaks: GraphBreaks) -> None:
+        torch.manual_seed(0)
+        self.weight = torch.randn(32, 32, device=CUDA, dtype=torch.float64) / 6
+        self.scale = torch.tensor(2.0, device=CUDA, dtype=torch.float64)
+        self.length = 0
+        self.addresses: set[int] = set()
+        self.attend = breaks.eager_on_graph(self._attend)
+
+    def _attend(self, values: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        self.addresses.add(values.data_ptr())
+        out = torch.zeros_like(values)
+        out[: self.length] = torch.cumsum(values[: self.length], dim=0) * scale
+        return out
+
+    def __call__(self, static: torch.Tensor) -> torch.Tensor:
+        hidden = static
+        for _ in range(2):
+            projected = (hidden @ self.weight).tanh()
+            hidden = hidden + projected + self.attend(projected * 1.0, scale=self.scale)
+        return hidden
+
+
+def check_replay(graph: BreakableGraph[torch.Tensor], model: TwoLayers, static: torch.Tensor, length: int) -> None:
+    static.normal_()
+    model.length = length
+    torch.testing.assert_close(graph.replay().clone(), model(static))
+
+
+def test_breakable_graphs_of_many_buckets_equal_eager_in_any_order() -> None:
+    breaks = GraphBreaks(CUDA)
+    model, pool = TwoLayers(breaks), GraphPool(CUDA)
+    statics = [torch.zeros(rows, 32, device=CUDA, dtype=torch.float64) for rows in (256, 64, 16)]
+    graphs = []
+    for static in statics:
+        model.length = static.shape[0]
+        graphs.append(BreakableGraph(lambda static=static: model(static), pool, breaks))
+        churn = [torch.full((rows, 32), float("nan"), device=CUDA) for rows in (256, 64, 16, 256, 64)]
+        del churn  # dirty blocks for whoever reads memory that is not his
+    assert [graph.num_breaks for graph in graphs] == [2, 2, 2]
+    assert [graph.num_segments for graph in graphs] == [3, 3, 3]
+    for number, length in ((0, 256), (2, 16), (1, 40), (0, 7), (2, 1), (1, 64), (0, 200)):
+        check_replay(graphs[number], model, statics[number], length)
+    assert len(pool.costs) == 3
+
+
+def test_a_later_capture_does_not_take_the_memory_of_a_break() -> None:
+    breaks = GraphBreaks(CUDA)
+    model, pool = TwoLayers(breaks), GraphPool(CUDA)
+    static = torch.zeros(64, 32, device=CUDA, dtype=torch.float64)
+    model.length = 64
+    first = BreakableGraph(lambda: model(static), pool, breaks)
+    others = [
+        CapturedGraph(lambda value=value: torch.full((64, 32), float(value), device=CUDA), pool) for value in range(8)
+    ]
+    check_replay(first, model, static, 50)
+    for value, other in enumerate(others):
+        assert (other.replay() == value).all()
+        check_replay(first, model, static, 50)
+
+
+def test_what_crosses_a_break_keeps_its_address() -> None:
+    breaks = GraphBreaks(CUDA)
+    model, pool = TwoLayers(breaks), GraphPool(CUDA)
+    static = torch.zeros(64, 32, device=CUDA, dtype=torch.float64)
+    model.length = 64
+    graph = BreakableGraph(lambda: model(static), pool, breaks, warmups=1)
+    model.addresses.clear()
+    graph.replay()
+    graph.replay()
+    assert len(model.addresses) == 1, "both layers share one place of the arena"
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_breakable_graph_replays_on_the_lane_that_calls_it_without_synchronising() -> None:
+    (lane,) = make_lanes("compute")
+    breaks = GraphBreaks(CUDA)
+    model, pool = TwoLayers(breaks), GraphPool(CUDA)
+    static = torch.zeros(64, 32, device=CUDA, dtype=torch.float64)
+    model.length = 64
+    graph = BreakableGraph(lambda: model(static), pool, breaks)
+    static.normal_()
+    expected = model(static)
+
+    def replay() -> None:
+        graph.replay()
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        lane.submit(sleep_10_ms)
+        lane.submit(replay)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not lane.fence().done()
+    lane.synchronize_blocking()
+    torch.testing.assert_close(graph.output, expected)
+    lane.close()
+
+
+def test_the_whole_forward_as_one_break_equals_eager() -> None:
+    breaks = GraphBreaks(CUDA)
+    model, pool = TwoLayers(breaks), GraphPool(CUDA)
+    static = torch.zeros(16, 32, device=CUDA, dtype=torch.float64)
+    model.length = 16
+    graph = BreakableGraph(breaks.eager_on_graph(lambda: model(static)), pool, breaks)
+    assert graph.num_breaks == 1
+    assert graph.num_segments == 1, "only the copy of the result out of the arena is captured"
+    check_replay(graph, model, static, 9)
+
+
+def test_an_error_in_a_break_or_behind_it_comes_through_and_the_next_capture_works() -> None:
+    breaks = GraphBreaks(CUDA)
+    pool = GraphPool(CUDA)
+    static = torch.ones(4, device=CUDA)
+
+    @breaks.eager_on_graph
+    def attend(values: torch.Tensor, factor: float) -> torch.Tensor:
+        if factor < 0:
+            raise ValueError("negative factor")
+        return values * factor
+
+    def fail_behind() -> torch.Tensor:
+        result = attend(static + 1, 2.0)
+        raise ValueError(f"behind the break of {tuple(result.shape)}")
+
+    with pytest.raises(ValueError, match="negative factor"):
+        BreakableGraph(lambda: attend(static + 1, -1.0), pool, breaks, warmups=0)
+    with pytest.raises(ValueError, match="behind the break"):
+        BreakableGraph(fail_behind, pool, breaks, warmups=0)
+    graph = BreakableGraph(lambda: attend(static + 1, 3.0) + 1, pool, breaks)
+    assert graph.replay().tolist() == [7.0] * 4

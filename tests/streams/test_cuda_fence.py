@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from slipstream.streams.cuda_lane import CudaFence, EventPool
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.passed = False
+        self.num_waits = 0
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self.passed = True
+
+
+def make_fence() -> tuple[CudaFence, Any, EventPool]:
+    event: Any = FakeEvent()
+    pool = EventPool()
+    return CudaFence(event, pool), event, pool
+
+
+def test_an_event_goes_back_to_the_pool_when_it_was_seen_passed_and_the_fence_stays_done() -> None:
+    fence, event, pool = make_fence()
+    assert not fence.done()
+    assert fence.event() is event
+    assert len(pool) == 0
+    event.passed = True
+    assert fence.done()
+    assert len(pool) == 1
+    event.passed = False  # recorded again, for somebody else
+    assert fence.done()
+    assert fence.event() is None
+    fence.wait_blocking()
+    assert event.num_waits == 0
+
+
+def test_a_blocking_wait_gives_the_event_back_too() -> None:
+    fence, event, pool = make_fence()
+    fence.wait_blocking()
+    assert event.num_waits == 1
+    assert fence.done()
+    assert len(pool) == 1
+
+
+def test_an_event_goes_back_once_however_many_threads_see_it_passed() -> None:
+    for _ in range(50):
+        fence, event, pool = make_fence()
+        event.passed = True
+        barrier = threading.Barrier(4)
+
+        def look(fence: CudaFence = fence, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            assert fence.done()
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(pool) == 1

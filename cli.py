@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import functools
 import importlib
-import inspect
+import json
 import pkgutil
-import re
+import shlex
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from . import __version__
+from .cli_settings import DEFAULT_MAX_TOKENS, ENGINE_FLAGS, FRONT_FLAGS, SAMPLING_FLAGS, takes, with_flag
 from .engine.config import EngineConfig
 from .engine.errors import ConfigError, EngineDead, RequestError, SlipstreamError
 from .engine.sampling_params import SamplingParams
@@ -29,8 +29,6 @@ from .http.settings import FrontSettings
 if TYPE_CHECKING:
     from .engine.engine import Engine
 
-DEMO_MODEL = "smollm2-135m-instruct"
-DEFAULT_MAX_TOKENS = 512
 USAGE_EXIT = 2  # wrong settings, as argument parsers use it
 SOFTWARE_EXIT = 70  # EX_SOFTWARE: a supervisor should start us again
 BENCH_ROOM = Path(__file__).parent / "profiling"
@@ -43,104 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut off long option names
 )
-
-
-class Flag(NamedTuple):
-    """How one setting appears on the command line. `others` are the names that vLLM and SGLang give it."""
-
-    help: str
-    others: tuple[str, ...] = ()
-
-
-ENGINE_FLAGS: Mapping[str, Flag] = {
-    "model": Flag(
-        "The demo model's name, a Hugging Face folder with safetensors, a .gguf file, or a hub id.",
-        ("--model-path", "-m"),
-    ),
-    "load_format": Flag("'dummy' fills the weights with noise, to measure speed without a checkpoint."),
-    "dtype": Flag("Of weights and KV; 'auto' takes what the checkpoint and the device prefer."),
-    "max_model_len": Flag(
-        "Tokens of prompt and output together; by default what the model allows.", ("--context-length",)
-    ),
-    "chat_template": Flag("A file with a Jinja template to use instead of the model's own."),
-    "skip_tokenizer": Flag("Ids in, ids out: load no tokenizer.", ("--skip-tokenizer-init",)),
-    "device": Flag("'auto' takes a GPU if one answers."),
-    "cpu_threads": Flag("Threads of one operation on the CPU; by default all cores but one."),
-    "kv_memory_fraction": Flag(
-        "Share of the device's free memory that weights, graphs and KV may fill together.",
-        ("--gpu-memory-utilization", "--mem-fraction-static"),
-    ),
-    "max_total_tokens": Flag("Size of the KV pool in tokens, instead of the fraction."),
-    "page_size": Flag("Tokens a KV page; a power of two.", ("--block-size",)),
-    "prefix_cache": Flag("Keep the KV of finished requests for prompts that begin alike."),
-    "max_running_requests": Flag("Requests computed at the same time.", ("--max-num-seqs",)),
-    "max_queued_requests": Flag("Requests that may wait; more are refused with 429."),
-    "chunked_prefill_size": Flag("Tokens of one prompt computed in one step, at most."),
-    "max_prefill_tokens": Flag("Tokens of all prompts computed in one step, at most."),
-    "overlap": Flag("Plan the next step while the device computes this one."),
-    "decode_attention": Flag("Attention of decode steps.", ("--decode-attention-backend",)),
-    "prefill_attention": Flag("Attention of prompts.", ("--prefill-attention-backend",)),
-    "decode_graph": Flag("CUDA graphs of decode steps."),
-    "prefill_graph": Flag("CUDA graphs of prefill steps."),
-    "debug_cuda_graph": Flag("Run a step as one eager break inside the graph machinery."),
-    "row_invariant": Flag("Compute a row alike whatever shares its batch; slower."),
-}
-SAMPLING_FLAGS: Mapping[str, Flag] = {
-    "max_tokens": Flag(
-        f"Tokens to generate, at most; by default {DEFAULT_MAX_TOKENS}, or what fits.", ("--max-new-tokens",)
-    ),
-    "min_tokens": Flag("Tokens before the answer may end."),
-    "temperature": Flag("0 is greedy."),
-    "top_p": Flag("Draw from the likeliest tokens that hold this probability together."),
-    "top_k": Flag("Draw from this many of the likeliest tokens; 0: from all."),
-    "min_p": Flag("Leave out tokens below this share of the likeliest one's probability."),
-    "seed": Flag("The same seed gives the same answer."),
-    "stop": Flag("Text that ends the answer; may be given several times."),
-    "stop_token_ids": Flag("Token ids that end the answer; may be given several times."),
-    "ignore_eos": Flag("Go on past the model's end of text."),
-}
-FRONT_FLAGS: Mapping[str, Flag] = {
-    "max_body_bytes": Flag("A larger request body gets 413."),
-    "max_choices": Flag("Answers of one request: n times its prompts."),
-    "body_timeout_s": Flag("Seconds for a request body to arrive in full."),
-    "ping_interval_s": Flag("Seconds of silence on a stream after which a comment is sent."),
-    "write_timeout_s": Flag("Seconds that a client which does not read may hold up one write."),
-    "max_pending_chars": Flag("Characters kept for a client that reads slower than its tokens come."),
-}
-_DEFAULTS: Mapping[str, object] = {"model": DEMO_MODEL}
-_AS_LISTS: Mapping[object, object] = {tuple[str, ...]: list[str], tuple[int, ...]: list[int]}
-
-
-def takes(record: type, flags: Mapping[str, Flag], into: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each of `flags`; it receives them as one mapping, the argument `into`.
-
-    Name, type and default of an option are those of the record's field: there is no second list to keep in step.
-    """
-    types = get_type_hints(record)
-    defaults = {field.name: field.default for field in fields(record) if field.default is not MISSING} | dict(_DEFAULTS)
-
-    def parameter(name: str, flag: Flag) -> inspect.Parameter:
-        option = typer.Option(*_spellings(name, types[name] is bool), *flag.others, help=flag.help)
-        kind = Annotated[_AS_LISTS.get(types[name], types[name]), option]  # type: ignore[valid-type]  # made at run time
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def wrapper(**values: object) -> None:
-            command(**{into: {name: values.pop(name) for name in flags}}, **values)
-
-        own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != into]
-        parameters = [*own, *(parameter(name, flag) for name, flag in flags.items())]
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-        wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
-        return wrapper
-
-    return decorate
-
-
-def _spellings(name: str, is_switch: bool) -> tuple[str, ...]:
-    flag = "--" + name.replace("_", "-")
-    return (f"{flag}/--no-{flag.removeprefix('--')}",) if is_switch else (flag,)
 
 
 def _print_version(wanted: bool) -> None:
@@ -167,8 +67,12 @@ def serve(
     front: Mapping[str, object],
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    uds: Annotated[str | None, typer.Option(help="Listen on this Unix socket instead.")] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="Serve over TLS with this certificate.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="The certificate's key.")] = None,
+    root_path: Annotated[str, typer.Option(help="The path under which a proxy serves this.")] = "",
     served_model_name: Annotated[
-        list[str], typer.Option(help="The name in /v1/models; give it again for aliases. By default the model's own.")
+        list[str], typer.Option(help="The name in /v1/models; give it again for aliases. By default --model.")
     ] = [],  # noqa: B006  # typer copies it
     api_key: Annotated[
         str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="What clients must send as their bearer token.")
@@ -177,6 +81,7 @@ def serve(
         str | None, typer.Option(envvar="SLIPSTREAM_ADMIN_KEY", help="Opens the routes that act on others' requests.")
     ] = None,
     allowed_origins: Annotated[list[str], typer.Option(help="Web pages that may call: CORS; may be given again.")] = [],  # noqa: B006
+    drain_timeout_s: Annotated[float, typer.Option(min=0, help="Seconds that live requests get after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models."""
     config = EngineConfig.from_settings(settings)
@@ -186,15 +91,44 @@ def serve(
     from .http.server import serve as serve_app
 
     engine = Engine(config)
+    names = served_model_name or [config.model]
     app = create_app(
         engine,
-        served_model_name=served_model_name,
+        served_model_name=names,
         api_key=api_key,
         admin_key=admin_key,
         cors_origins=allowed_origins,
         settings=limits,
     )
-    _run(serve_app(app, engine, host=host, port=port))
+    typer.echo(f"slipstream: loading {config.model}")
+    with _runner() as runner:
+        code = runner.run(
+            serve_app(
+                app,
+                engine,
+                host=host,
+                port=port,
+                uds=uds,
+                ssl_certfile=ssl_certfile,
+                ssl_keyfile=ssl_keyfile,
+                root_path=root_path,
+                drain_timeout_s=drain_timeout_s,
+                on_ready=lambda url: _say_ready(url, names[0], needs_key=api_key is not None),
+            )
+        )
+    raise typer.Exit(code)
+
+
+def _say_ready(url: str, name: str, *, needs_key: bool) -> None:
+    """Print a curl line that can be pasted into another terminal and streams."""
+    body = {"model": name, "stream": True, "messages": [{"role": "user", "content": "Tell me about the sea."}]}
+    socket = url.removeprefix("unix:")
+    where = url if socket == url else f"--unix-socket {shlex.quote(socket)} http://localhost"
+    key = ' -H "Authorization: Bearer $SLIPSTREAM_API_KEY"' if needs_key else ""
+    typer.echo(f"slipstream: {name} is ready on {url} (Ctrl-C stops it). In another terminal:\n")
+    typer.echo(f"  curl -N {where}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
+    typer.echo(f"    -d {shlex.quote(json.dumps(body))}\n")
+    sys.stdout.flush()
 
 
 @app.command()
@@ -208,7 +142,8 @@ def generate(
 ) -> None:
     """Go on from a prompt, printing the text as it comes."""
     config, params = _with_tokenizer(settings), _sampling_params(sampling)
-    _run(_generate(config, sys.stdin.read() if prompt == "-" else prompt, params))
+    with _runner() as runner:
+        runner.run(_generate(config, sys.stdin.read() if prompt == "-" else prompt, params))
 
 
 async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -> None:
@@ -342,17 +277,12 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    with _runner() as runner:
-        runner.run(work)
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 wrong settings, 70 the engine died, 130 interrupted."""
     try:
         app(args=arguments, prog_name="slipstream")
     except ConfigError as error:
-        _fail(_as_flag(str(error), error.field), USAGE_EXIT)
+        _fail(with_flag(str(error), error.field), USAGE_EXIT)
     except RequestError as error:
         _fail(str(error), USAGE_EXIT)
     except EngineDead as error:
@@ -362,15 +292,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(0)
-
-
-def _as_flag(message: str, field: str | None) -> str:
-    """The message with the setting spelled as the user would: `--page-size` for `page_size`."""
-    if field is None:
-        return message
-    flag = "--" + field.replace("_", "-")
-    named = re.sub(rf"\b{field}\b", flag, message) if "_" in field or message.startswith(field) else message
-    return named if flag in named else f"{flag}: {named}"
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -12,6 +12,7 @@ import pytest
 import typer.main
 
 from slipstream import cli
+from slipstream.cli_settings import DEMO_MODEL, ENGINE_FLAGS, FRONT_FLAGS, SAMPLING_FLAGS
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import ConfigError, EngineDead, Overloaded
 from slipstream.engine.sampling_params import SamplingParams
@@ -41,19 +42,19 @@ def _field_names(record: type) -> set[str]:
 
 
 def test_every_setting_of_the_engine_and_the_front_is_an_option() -> None:
-    assert set(cli.ENGINE_FLAGS) == _field_names(EngineConfig)
-    assert set(cli.FRONT_FLAGS) == _field_names(FrontSettings)
-    assert set(cli.SAMPLING_FLAGS) <= _field_names(SamplingParams)
-    assert set(_options("serve")) > set(cli.ENGINE_FLAGS) | set(cli.FRONT_FLAGS)
+    assert set(ENGINE_FLAGS) == _field_names(EngineConfig)
+    assert set(FRONT_FLAGS) == _field_names(FrontSettings)
+    assert set(SAMPLING_FLAGS) <= _field_names(SamplingParams)
+    assert set(_options("serve")) > set(ENGINE_FLAGS) | set(FRONT_FLAGS)
     for command in ("generate", "chat"):
-        assert set(_options(command)) > set(cli.ENGINE_FLAGS) | set(cli.SAMPLING_FLAGS)
+        assert set(_options(command)) > set(ENGINE_FLAGS) | set(SAMPLING_FLAGS)
 
 
 def test_defaults_are_those_of_the_records() -> None:
     given = _parse("generate", "hi")
-    config = EngineConfig(model=cli.DEMO_MODEL)
-    assert {name: given[name] for name in cli.ENGINE_FLAGS} == dataclasses.asdict(config)
-    params = SamplingParams(**{name: given[name] for name in cli.SAMPLING_FLAGS})  # type: ignore[arg-type]
+    config = EngineConfig(model=DEMO_MODEL)
+    assert {name: given[name] for name in ENGINE_FLAGS} == dataclasses.asdict(config)
+    params = SamplingParams(**{name: given[name] for name in SAMPLING_FLAGS})  # type: ignore[arg-type]
     assert params == SamplingParams()
 
 
@@ -110,6 +111,7 @@ def test_a_wrong_setting_is_found_before_anything_heavy_is_imported() -> None:
     program = """
 import sys
 from slipstream import cli
+from slipstream.cli_settings import DEMO_MODEL, ENGINE_FLAGS, FRONT_FLAGS, SAMPLING_FLAGS
 try:
     cli.main(["generate", "hi", "--page-size", "3"])
 except SystemExit as stopped:

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.checkout
 ROOT = Path(next(iter(slipstream.__path__))).resolve()
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
+MAX_KERNEL_LINES = 110  # of a Triton kernel: one scope of values in registers, of which a dozen lines are its signature
 ROOT_FILES = {
-    ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "__init__.py", "__main__.py", "cli.py",
+    ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "__init__.py", "__main__.py", "cli.py", "cli_settings.py",
     "constraints.txt", "pyproject.toml",
 }  # fmt: skip
 ROOT_FOLDERS = {".ci", "engine", "streams", "http", "profiling", "examples", "tests"}
@@ -83,13 +84,21 @@ def test_no_file_is_longer_than_its_duty_needs() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _allowed_lines(function: Function) -> int:
+    is_kernel = any(ast.unparse(decorator).startswith("triton.") for decorator in function.decorator_list)
+    return MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+
+
 def test_no_function_is_longer_than_a_screen() -> None:
     long = {
         f"{path}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
         for path, text in SOURCES
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
-        if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+        if isinstance(node, Function) and node.end_lineno is not None
+        if node.end_lineno - node.lineno + 1 > _allowed_lines(node)
     }
     assert long == {}
 

@@ -89,8 +89,10 @@ class HostLane:
 
         self.submit(pass_fence)
 
-    def ticket(self, read: Callable[[], T], *, hold: Hold | None = None) -> Ticket[T]:
-        ticket: Ticket[T] = Ticket()
+    def ticket(
+        self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None
+    ) -> Ticket[T]:
+        ticket: Ticket[T] = into if into is not None else Ticket()
 
         def complete() -> None:
             self._held.sweep()

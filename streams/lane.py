@@ -41,12 +41,15 @@ class Lane(Protocol):
         """Whatever is submitted from now on waits for `fence`; the caller does not."""
         ...
 
-    def ticket(self, read: Callable[[], T], *, hold: Hold | None = None) -> Ticket[T]:
+    def ticket(
+        self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None
+    ) -> Ticket[T]:
         """A ticket that completes with `read()` once everything submitted so far has run.
 
         `read` runs on whichever thread sees the completion; it reads host memory and must not touch the loop or a
         lane. `hold` is dropped before the ticket completes, or, if it names fences of other lanes not yet passed, at
-        a later ticket of this lane.
+        a later ticket of this lane. `into` is completed, and returned, instead of a new ticket: one that was promised
+        before its work was submitted.
         """
         ...
 

@@ -37,6 +37,10 @@ class Ticket(Generic[T]):
         self._waiters: list[asyncio.Future[None]] = []
         self._thread = 0
 
+    def polled_by(self, poll: Callable[[], None]) -> None:
+        """Let an await look by `poll` before it suspends, as if it had been given at the start. Before the completion only."""
+        self._poll = poll
+
     def set_result(self, value: T) -> None:
         """Complete with `value`. Raises MisuseError if already completed."""
         self._take_claim()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import time
 from array import array
@@ -142,10 +143,9 @@ async def overlapped_step_ms(*, overlap: bool, lane_s: float = 0.005, host_s: fl
     limits = WorkerLimits(num_pages=4096, page_size=16, num_rows=8, max_model_len=4096, vocab_size=VOCAB)
     script = Script(step_time_s=lane_s, launch_cost_s=host_s, verifies=False)
     async with Engine.on(ScriptedWorker(limits, script), overlap=overlap) as engine:
-        times: list[float] = []
-        async for _ in engine.generate([1, 2, 3], SamplingParams(max_tokens=220)):
-            times.append(time.perf_counter())
-    gaps = [after - before for before, after in zip(times[20:], times[21:], strict=False)]
+        stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=220))
+        times = [time.perf_counter() async for _ in stream]
+    gaps = [after - before for before, after in itertools.pairwise(times[20:])]
     return statistics.mean(gaps) * 1e3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from .errors import RequestCancelled
+from .errors import MisuseError, RequestCancelled
 from .outputs import Cancelled, Delta, End, Failed, Finished
 
 
@@ -39,20 +39,24 @@ class Outbox:
         return self._end is not None
 
     async def take(self) -> Delta:
-        """Wait for what is new and return all of it.
+        """Wait for what is new and return all of it; tokens come before an error.
 
-        Raises: the request's error if it failed; RequestCancelled if it was aborted. Cancelling the wait loses nothing.
+        Raises: the request's error if it failed; RequestCancelled if it was aborted; MisuseError if somebody else waits
+        here already. Cancelling the wait loses nothing.
         """
+        if self._waiter is not None:
+            raise MisuseError("two tasks wait for the tokens of one request")
         while not self._token_ids and self._end is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if isinstance(self._end, Failed):
-            raise self._end.error
-        if isinstance(self._end, Cancelled):
-            raise RequestCancelled("the request was aborted")
+        if not self._token_ids:
+            if isinstance(self._end, Failed):
+                raise self._end.error
+            if isinstance(self._end, Cancelled):
+                raise RequestCancelled("the request was aborted")
         finished = self._end if isinstance(self._end, Finished) else None
         delta = Delta(tuple(self._token_ids), "".join(self._pieces), finished)
         self._token_ids.clear()

@@ -41,11 +41,12 @@ class StepLoop:
         self._after_commit = after_commit  # tests prove the laws of ownership here, after every step
         self._wake = asyncio.Event()
         self._closing = False
-        self.idle = asyncio.Event()  # set while nothing is waiting, running or in flight
+        self.idle = asyncio.Event()  # set while nothing is waiting, running or in flight, and once `run` is over
         self.num_settled = 0  # steps committed or failed: grows while there is progress
 
     def wake(self) -> None:
         """There may be work. Called on the loop thread."""
+        self.idle.clear()  # at once: who adds a request and then waits for idle must wait for that request
         self._wake.set()
 
     def close(self) -> None:
@@ -55,6 +56,12 @@ class StepLoop:
 
     async def run(self) -> None:
         """Run the timeline above, over and over. Returns once closed and nothing is in flight."""
+        try:
+            await self._run()
+        finally:
+            self.idle.set()  # whoever waits for the end of the work has it, one way or the other
+
+    async def _run(self) -> None:
         scheduler = self._scheduler
         pending: Launched | None = None
         while not (self._closing and pending is None):
@@ -84,7 +91,13 @@ class StepLoop:
 
     def _resolve(self, pending: Launched) -> None:
         mark = self._marks.start(phases.SAMPLE, pending.batch.step)
-        pending.resolve(self._scheduler.sample_inputs(pending.batch))
+        inputs = self._scheduler.sample_inputs(pending.batch)
+        try:
+            pending.resolve(inputs)
+        except (EngineDead, MisuseError):
+            raise
+        except Exception as error:
+            pending.error = error  # its outcome will never come: settling fails its rows, the engine goes on
         self._marks.end(mark)
 
     def _plan(self, pending: Launched | None) -> ScheduleBatch | NoBatch:
@@ -110,7 +123,7 @@ class StepLoop:
         batch = launched.batch
         mark = self._marks.start(phases.AWAIT, batch.step)
         outcome, error = None, launched.error
-        if launched.outcome is not None:
+        if launched.outcome is not None and error is None:
             try:
                 outcome = await launched.outcome
             except EngineDead:
@@ -123,7 +136,7 @@ class StepLoop:
             updates = self._scheduler.commit(batch, outcome)
         else:
             updates = self._scheduler.fail(batch, _as_step_failed(error, batch.step))
-        if launched.error is None:
+        if launched.outcome is not None:
             self._worker.committed(batch.step)
         self.num_settled += 1
         if self._after_commit is not None:
@@ -137,6 +150,8 @@ class StepLoop:
 def deliver(updates: Sequence[Update]) -> None:
     """Hand every update to its request's sink, tokens before the end."""
     for request, token_ids, text, end in updates:
+        if end is None and request.has_ended:
+            continue  # a sink before it in this very list has aborted it: it had its end
         if token_ids:
             request.sink.push(token_ids, text)
         if end is not None:

@@ -48,8 +48,8 @@ class Launched:
     """A step on its way: launched, not committed.
 
     `outcome` is a ticket from launch on. `resolve` is the deferred sample and is called exactly once, also for a
-    batch in which no row samples (it then only fences and copies). `error` is set instead by the step loop when the
-    launch itself raised.
+    batch in which no row samples (it then only fences and copies). `error` is set by the step loop when the launch
+    itself raised (there is no outcome then), or when `resolve` did (the outcome is not awaited then).
     """
 
     __slots__ = ("_closure", "batch", "error", "outcome")

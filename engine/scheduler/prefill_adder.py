@@ -70,10 +70,10 @@ class PrefillAdder:
             return Admission.NO_BUDGET
         memory = self._memory
         memory.attach_prefix(request)  # locked while it is judged: the lock itself shrinks what is evictable
-        num_wanted = len(request.ids) + 1 + (0 if may_exceed else expected_outputs(request, self._ratio))
-        num_pages = memory.pages_for(min(num_wanted, request.max_total_tokens)) - len(request.pages)
-        reserved = 0 if may_exceed else self._reserved()
-        if num_pages > memory.num_available_pages - reserved:
+        reserved = self._reserved()
+        num_pages = self._pages_wanted(request, expected_outputs(request, self._ratio))
+        num_needed = self._pages_wanted(request, 0) if may_exceed else num_pages + reserved
+        if num_needed > memory.num_available_pages:
             memory.detach_prefix(request)
             return Admission.NO_MEMORY
         num_left = len(request.ids) - request.num_planned
@@ -84,10 +84,14 @@ class PrefillAdder:
         memory.seat(request)
         if request.num_retractions == 0:
             request.num_cached_tokens = request.num_planned
-        if self._reserved_pages is not None:
-            self._reserved_pages += num_pages
+        self._reserved_pages = reserved + num_pages
         self._take(request, budget)
         return Admission.ADMITTED
+
+    def _pages_wanted(self, request: Request, num_outputs: int) -> int:
+        """Pages beyond its prefix that a waiting request takes for what it has, the next token and `num_outputs` more."""
+        num_positions = min(len(request.ids) + 1 + num_outputs, request.max_total_tokens)
+        return self._memory.pages_for(num_positions) - len(request.pages)
 
     def _take(self, request: Request, budget: int) -> None:
         num_left = len(request.ids) - request.num_planned

@@ -174,7 +174,8 @@ class Scheduler:
         self._next_step += 1
         for request, _, samples in lineup.extends:
             if samples or request.num_planned == len(request.ids):
-                self._prefilling = None
+                if request is self._prefilling:
+                    self._prefilling = None
                 self._decoding.append(request)
             else:
                 self._prefilling = request

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -33,6 +33,7 @@ class EngineConfig:
     page_size: int = 16  # tokens a KV page
     max_running_requests: int = 256
     max_queued_requests: int = 10_000
+    max_queued_tokens: int | None = None  # tokens of all waiting requests together; None: no limit of its own
     chunked_prefill_size: int = 2048  # tokens of one prompt computed in one step, at most
     max_prefill_tokens: int = 16_384  # tokens of all prompts computed in one step, at most
     prefix_cache: bool = True
@@ -48,26 +49,37 @@ class EngineConfig:
     chat_template: str | None = None  # a file with a Jinja template instead of the model's own
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("model must be a name, a folder or a .gguf file", field="model")
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model must be a name, a folder or a .gguf file, as a string", field="model")
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
+            raise ConfigError("chat_template must be the path of a file, as a string", field="chat_template")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}", field=name)
+            if not isinstance(value, str) or value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}", field=name)
         for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a positive integer, not {value!r}", field=name)
-        if self.page_size & (self.page_size - 1):
-            raise ConfigError(f"page_size must be a power of two, not {self.page_size}", field="page_size")
-        if not 0.0 < self.kv_memory_fraction <= 1.0:
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, not {shown(value)}", field=name)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {shown(getattr(self, name))}", field=name)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        fraction = self.kv_memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ConfigError(
-                f"kv_memory_fraction must be above 0 and at most 1, not {self.kv_memory_fraction}",
-                field="kv_memory_fraction",
+                f"kv_memory_fraction must be above 0 and at most 1, not {shown(fraction)}", field="kv_memory_fraction"
             )
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two, not {shown(self.page_size)}", field="page_size")
         if self.chunked_prefill_size % self.page_size:
             raise ConfigError(
-                f"chunked_prefill_size ({self.chunked_prefill_size}) must be a multiple of page_size ({self.page_size})",
+                f"chunked_prefill_size ({shown(self.chunked_prefill_size)}) must be a multiple of page_size"
+                f" ({shown(self.page_size)})",
                 field="chunked_prefill_size",
             )
         if self.max_prefill_tokens < self.page_size:
@@ -79,7 +91,7 @@ class EngineConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         for name in settings:
             if name not in known:
-                raise ConfigError(f"unknown setting {name!r}; known: {', '.join(sorted(known))}", field=name)
+                raise ConfigError(f"unknown setting {name!r}; known: {', '.join(sorted(known))}", field=str(name))
         if "model" not in settings:
             raise ConfigError("model is required", field="model")
         return cls(**settings)  # type: ignore[arg-type]  # values are checked in __post_init__
@@ -100,7 +112,10 @@ _POSITIVE = (
     "page_size",
     "max_running_requests",
     "max_queued_requests",
+    "max_queued_tokens",
     "chunked_prefill_size",
     "max_prefill_tokens",
     "cpu_threads",
 )
+_OPTIONAL = ("max_model_len", "max_total_tokens", "max_queued_tokens", "cpu_threads")
+_SWITCHES = ("prefix_cache", "overlap", "debug_cuda_graph", "row_invariant", "skip_tokenizer")

@@ -70,6 +70,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, **settings: object) -> None:
         """`config`, or its settings by name. Raises: ConfigError naming the field."""
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError("config must be an EngineConfig; a model is named by Engine(model=…)", field="config")
         if config is not None and settings:
             raise ConfigError(f"give a config or settings, not both: {', '.join(settings)}")
         self.config = config if config is not None else EngineConfig.from_settings(settings)
@@ -84,6 +86,7 @@ class Engine:
         self._builder: RequestBuilder | None = None
         self._loop: StepLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         self._death: EngineDead | None = None
         self._num_aborted = 0
 
@@ -118,31 +121,39 @@ class Engine:
         """Load, build, warm up. Raises: ConfigError; the engine is closed then."""
         if self.state is not EngineState.NEW:
             raise MisuseError(f"an engine starts once; this one is {self.state.value}")
+        self._event_loop = asyncio.get_running_loop()
         self.state = EngineState.STARTING
         try:
             if self._worker is None:
                 self._worker = await self._build_worker()
             limits = await self._worker.start()
+            if self.state is not EngineState.STARTING:
+                raise EngineDead("the engine was closed while it was starting")
+            self._run_on(self._worker, limits)
         except BaseException:
             await self.aclose()
             raise
+        self.state = EngineState.READY
+
+    def _run_on(self, worker: Worker, limits: WorkerLimits) -> None:
+        """Make what stands on a started worker, and set it going."""
         self._scheduler = Scheduler(
             limits,
             chunked_prefill_size=self.config.chunked_prefill_size,
             max_prefill_tokens=self.config.max_prefill_tokens,
             max_queued_requests=self.config.max_queued_requests,
+            max_queued_tokens=self.config.max_queued_tokens,
             prefix_cache=self.config.prefix_cache,
         )
         self._builder = RequestBuilder(limits, self.tokenizer)
         self._loop = StepLoop(
             self._scheduler,
-            self._worker,
+            worker,
             overlap=self.config.overlap,
             marks=self.marks,
             after_commit=self._scheduler.check if self.proves_laws else None,
         )
         self._supervisor = asyncio.create_task(self._supervise(self._loop), name="slipstream-engine")
-        self.state = EngineState.READY
 
     def request_drain(self) -> None:
         """Take no new requests from now on; those that are here go on."""
@@ -151,6 +162,7 @@ class Engine:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests and wait until all have ended; after `timeout_s` the rest end with Overloaded."""
+        self._check_event_loop()
         self.request_drain()
         if self._loop is None or self._scheduler is None:
             return
@@ -165,6 +177,7 @@ class Engine:
 
     async def aclose(self) -> None:
         """End every request as cancelled, stop the loop and the worker. Returns in bounded time, from any task."""
+        self._check_event_loop()
         if self.state is not EngineState.DEAD:
             self.state = EngineState.CLOSED
         if self._scheduler is not None:
@@ -172,9 +185,16 @@ class Engine:
                 self._abort(request)
         if self._loop is not None:
             self._loop.close()
-        if self._supervisor is not None:
-            await asyncio.wait({self._supervisor}, timeout=STOP_TIMEOUT_S)
-            self._supervisor.cancel()
+        try:
+            if self._supervisor is not None:
+                await asyncio.wait({self._supervisor}, timeout=STOP_TIMEOUT_S)
+        finally:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        if self._supervisor is not None and not self._supervisor.done():
+            self._supervisor.cancel()  # a step is stuck: its wait is given up, and with it the engine
+            await asyncio.wait({self._supervisor})
         if self._worker is not None:
             await self._worker.aclose()
 
@@ -249,6 +269,7 @@ class Engine:
         """Stream a request's deltas. A text prompt is tokenised as it stands (no chat template)."""
 
         async def submit(sink: Sink) -> RequestHandle:
+            self._accepting()  # before a long text is encoded for nothing
             ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
             return self.submit(ids, params, sink, request_id=request_id)
 
@@ -308,6 +329,7 @@ class Engine:
 
     def abort(self, request_id: str) -> int:
         """Abort every live request with this id; return how many there were."""
+        self._check_event_loop()
         found = [request for request in self._started().requests() if request.request_id == request_id]
         for request in found:
             self._abort(request)
@@ -316,6 +338,9 @@ class Engine:
     def _abort(self, request: Request) -> None:
         if self._scheduler is None:
             return
+        if request.has_ended:
+            return
+        self._check_event_loop()
         end = self._scheduler.abort(request)
         if end is not None:
             self._num_aborted += 1
@@ -323,7 +348,13 @@ class Engine:
             if self._loop is not None:
                 self._loop.wake()
 
+    def _check_event_loop(self) -> None:
+        """Raises: MisuseError on another event loop or thread than the engine's, where nothing here is safe."""
+        if self._event_loop is not None and asyncio._get_running_loop() is not self._event_loop:
+            raise MisuseError("an engine is used on the event loop that started it, and on no other loop or thread")
+
     def _accepting(self) -> Scheduler:
+        self._check_event_loop()
         if self._death is not None:
             raise EngineDead(str(self._death)) from self._death
         if self.state is EngineState.DRAINING:

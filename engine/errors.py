@@ -25,7 +25,10 @@ __all__ = [
     "RequestError",
     "SlipstreamError",
     "StepFailed",
+    "shown",
 ]
+
+LONGEST_SHOWN = 80
 
 
 class SlipstreamError(Exception):
@@ -72,3 +75,12 @@ class ConfigError(SlipstreamError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+def shown(value: object) -> str:
+    """A refused value for an error message: short, and never an error itself whatever the value is."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of 5,000 digits, or a class of the caller's that cannot show itself
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "…"

@@ -6,8 +6,9 @@ Owned by the scheduler; nothing else writes it. Positions count tokens of prompt
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 
 from .cache.radix_node import RadixNode
 from .errors import MisuseError
@@ -65,6 +66,7 @@ class Request:
         "started",
         "state",
         "stop_ids",
+        "stop_texts",
         "table_writes",
         "text",
     )
@@ -77,6 +79,7 @@ class Request:
         params: SamplingParams,
         sampling: RowSampling,
         stop_ids: frozenset[int],
+        stop_texts: Mapping[int, str] = MappingProxyType({}),
         max_total_tokens: int,
         sink: Sink,
         text: TextStream | None = None,
@@ -88,6 +91,7 @@ class Request:
         self.params = params
         self.sampling = sampling
         self.stop_ids = stop_ids  # drawing one of these ends the request
+        self.stop_texts = stop_texts  # of those, the ones that a stop string stands for
         self.max_total_tokens = max_total_tokens  # prompt and outputs together, known from the start
         self.sink = sink
         self.text = text

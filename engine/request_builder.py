@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
-from .errors import RequestError
+from .errors import RequestError, shown
 from .outputs import Sink
 from .request import Request
 from .sampling_params import SamplingParams
@@ -26,7 +26,9 @@ class RequestBuilder:
     def __init__(self, limits: WorkerLimits, tokenizer: TextTokenizer | None) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
-        self._eos_ids = tokenizer.eos_ids if tokenizer is not None else frozenset[int]()
+        # Of the model's end ids only those that it can draw: the others would be masked outside the logits.
+        eos_ids = tokenizer.eos_ids if tokenizer is not None else frozenset[int]()
+        self._eos_ids = frozenset(token_id for token_id in eos_ids if 0 <= token_id < limits.vocab_size)
         # A sequence longer than the whole pool could never finish, whatever else was retracted for it.
         self._longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
         self._numbers = itertools.count()
@@ -36,7 +38,13 @@ class RequestBuilder:
         self, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink, *, request_id: str | None, salt: str | None
     ) -> Request:
         """Raises: RequestError naming the field."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {shown(params)}", param="params")
+        for name, value in (("request_id", request_id), ("salt", salt)):
+            if value is not None and not isinstance(value, str):
+                raise RequestError(f"{name} must be a string, not {shown(value)}", param=name)
         ids = self._checked_ids(prompt_ids)
+        stop_ids, stop_texts = self._stop_ids(params)
         number = next(self._numbers)
         return Request(
             request_id=request_id if request_id is not None else f"req-{number}",
@@ -44,12 +52,13 @@ class RequestBuilder:
             params=params,
             sampling=RowSampling(
                 temperature=0.0 if params.is_greedy else params.temperature,
-                top_k=max(params.top_k, 0),
+                top_k=params.top_k if 0 < params.top_k < self._limits.vocab_size else 0,
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
             ),
-            stop_ids=self._stop_ids(params),
+            stop_ids=stop_ids,
+            stop_texts=stop_texts,
             max_total_tokens=self._checked_length(len(ids), params),
             sink=sink,
             text=self._text_stream(ids, params),
@@ -57,9 +66,11 @@ class RequestBuilder:
         )
 
     def _checked_ids(self, prompt_ids: Sequence[int]) -> array[int]:
+        if isinstance(prompt_ids, (str, bytes, bytearray, Mapping, Set)):  # array would take bytes for packed ids
+            raise RequestError(f"the prompt must be a list of token ids, not {shown(prompt_ids)}", param="prompt")
         try:
             ids = array("i", prompt_ids)
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"the prompt must be token ids: {error}", param="prompt") from None
         if not ids:
             raise RequestError("the prompt must have at least one token", param="prompt")
@@ -82,18 +93,30 @@ class RequestBuilder:
             )
         if num_prompt_tokens + num_outputs > longest:
             raise RequestError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens {num_outputs} exceed the limit of {longest}",
+                f"{num_prompt_tokens} prompt tokens and max_tokens {shown(num_outputs)} exceed the limit of {longest}",
                 param="max_tokens",
                 code=LENGTH_CODE,
             )
         return longest if params.max_tokens is None else num_prompt_tokens + num_outputs
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+    def _stop_ids(self, params: SamplingParams) -> tuple[frozenset[int], dict[int, str]]:
+        """The ids that end the request, and of those that a stop string asked for, the string."""
+        vocab_size = self._limits.vocab_size
         for token_id in params.stop_token_ids:
-            if token_id >= self._limits.vocab_size:
-                raise RequestError(f"stop id {token_id} is outside the vocabulary", param="stop_token_ids")
-        own = frozenset(params.stop_token_ids)
-        return own if params.ignore_eos else own | self._eos_ids
+            if token_id >= vocab_size:
+                raise RequestError(f"stop id {shown(token_id)} is outside the vocabulary", param="stop_token_ids")
+        texts: dict[int, str] = {}
+        if self._tokenizer is not None and params.skip_special_tokens:
+            for text in params.stop:
+                special = self._tokenizer.token_id(text)
+                if special in self._tokenizer.special_ids:  # skipped in the text, where it could never be found
+                    assert special is not None
+                    texts[special] = text
+        own = frozenset(params.stop_token_ids).union(texts)
+        stop_ids = own if params.ignore_eos else own | self._eos_ids
+        if params.min_tokens and len(stop_ids) >= vocab_size:
+            raise RequestError("with every id a stop id, min_tokens cannot be kept", param="min_tokens")
+        return stop_ids, texts
 
     def _text_stream(self, ids: array[int], params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

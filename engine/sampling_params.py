@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from .errors import RequestError
+from .errors import RequestError, shown
 
 GREEDY_BELOW = 1e-5  # a smaller temperature overflows the scaled logits in fp32 and means greedy anyway
 MAX_SEED = 2**63 - 1
@@ -40,8 +40,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _items(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", param=name)
         self._check_numbers()
         self._check_stops()
 
@@ -55,7 +58,8 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", param="min_tokens"
+                f"min_tokens ({shown(self.min_tokens)}) is above max_tokens ({shown(self.max_tokens)})",
+                param="min_tokens",
             )
         _number("temperature", self.temperature, low=0.0, high=100.0)
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
@@ -65,8 +69,6 @@ class SamplingParams:
             _integer("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
 
     def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOPS:
-            raise RequestError(f"stop has {len(self.stop)} entries; at most {MAX_STOPS} are allowed", param="stop")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError("stop must be a non-empty string or a list of them", param="stop")
@@ -76,20 +78,28 @@ class SamplingParams:
             _integer("stop_token_ids", token_id, low=0)
 
 
+def _items(name: str, value: object) -> tuple[object, ...]:
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, bytearray)):
+        raise RequestError(f"{name} must be a list, not {shown(value)}", param=name)
+    if len(value) > MAX_STOPS:
+        raise RequestError(f"{name} has {len(value)} entries; at most {MAX_STOPS} are allowed", param=name)
+    return tuple(value)
+
+
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {value!r}", param=name)
+        raise RequestError(f"{name} must be an integer, not {shown(value)}", param=name)
     if value < low or (high is not None and value > high):
         span = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be {span}, not {value}", param=name)
+        raise RequestError(f"{name} must be {span}, not {shown(value)}", param=name)
 
 
 def _number(name: str, value: object, *, low: float, high: float, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}", param=name)
-    if value < low or value > high or (low_open and value == low):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name} must be a number, not {shown(value)}", param=name)
+    if not low <= value <= high or (low_open and value == low):  # NaN is in no span
         raise RequestError(
             f"{name} must be {'above' if low_open else 'from'} {low:g} {'and at most' if low_open else 'to'} {high:g},"
-            f" not {value:g}",
+            f" not {shown(value)}",
             param=name,
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Protocol
 
+from .errors import MisuseError
 from .outbox import Outbox
 from .outputs import Delta, Sink
 
@@ -37,8 +39,9 @@ class TokenStream:
         self._submit: Callable[[Sink], Awaitable[Handle]] | None = submit
         self._outbox = Outbox()
         self._handle: Handle | None = None
-        self._finalizer: weakref.finalize[[Handle, Outbox], TokenStream] | None = None
+        self._finalizer: weakref.finalize[[Handle, Outbox, asyncio.AbstractEventLoop], TokenStream] | None = None
         self._is_over = False
+        self._is_waiting = False
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -46,19 +49,32 @@ class TokenStream:
     async def __anext__(self) -> Delta:
         if self._is_over:
             raise StopAsyncIteration
+        if self._is_waiting:
+            raise MisuseError("a stream has one consumer: another task waits for its next delta")
+        self._is_waiting = True
         try:
             if self._submit is not None:
-                submit, self._submit = self._submit, None
-                self._handle = await submit(self._outbox)
-                self._finalizer = weakref.finalize(self, _abandon, self._handle, self._outbox)
-                self._finalizer.atexit = False
+                await self._start(self._submit)
             delta = await self._outbox.take()
         except BaseException:
             await self.aclose()
             raise
+        finally:
+            self._is_waiting = False
         if delta.finished is not None:
             self._close()
         return delta
+
+    async def _start(self, submit: Callable[[Sink], Awaitable[Handle]]) -> None:
+        self._submit = None
+        handle = await submit(self._outbox)
+        self._handle = handle
+        if self._is_over:
+            handle.abort()  # closed by another task while the prompt was being encoded
+            return
+        loop = asyncio.get_running_loop()
+        self._finalizer = weakref.finalize(self, _abandon, handle, self._outbox, loop)
+        self._finalizer.atexit = False
 
     async def aclose(self) -> None:
         """Abort the request if it still runs; iterating afterwards ends at once."""
@@ -81,9 +97,10 @@ class TokenStream:
             self._finalizer.detach()
 
 
-def _abandon(handle: Handle, outbox: Outbox) -> None:
-    if not outbox.has_ended:
-        handle.abort()
+def _abandon(handle: Handle, outbox: Outbox, loop: asyncio.AbstractEventLoop) -> None:
+    # The collector calls this on whatever thread it runs, and amid whatever the loop does: the abort waits for its turn.
+    if not outbox.has_ended and not loop.is_closed():
+        loop.call_soon_threadsafe(handle.abort)
         warnings.warn(
             f"the stream of request {handle.request_id} was dropped while it ran", ResourceWarning, stacklevel=2
         )

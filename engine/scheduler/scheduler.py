@@ -60,12 +60,15 @@ class Scheduler:
         max_prefill_tokens: int,
         max_queued_requests: int,
         prefix_cache: bool,
+        max_queued_tokens: int | None = None,
     ) -> None:
         self.limits = limits
         self.memory = RequestMemory(limits, prefix_cache=prefix_cache)
         self._chunk_tokens = chunked_prefill_size
         self._input_tokens = max_prefill_tokens
         self._max_queued_requests = max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
+        self._num_queued_tokens = 0  # of all waiting requests
         self._waiting: deque[Request] = deque()
         self._decoding: list[Request] = []  # running, their next id in the relay
         self._prefilling: Request | None = None  # running, its prompt in pieces
@@ -85,6 +88,11 @@ class Scheduler:
         """Queue a request that has been checked against the limits. Raises: Overloaded."""
         if len(self._waiting) >= self._max_queued_requests:
             raise Overloaded(f"{len(self._waiting)} requests are waiting already; try again later")
+        num_tokens = self._num_queued_tokens + len(request.ids)
+        # One request alone is let in whatever its size: later would be no better.
+        if self._waiting and self._max_queued_tokens is not None and num_tokens > self._max_queued_tokens:
+            raise Overloaded(f"{self._num_queued_tokens} tokens are waiting already; try again later")
+        self._num_queued_tokens = num_tokens
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._waiting.append(request)
@@ -104,6 +112,7 @@ class Scheduler:
             request.move(RequestState.FAILED)
             updates.append(Update(request, (), "", Failed(error=error, usage=request.usage)))
         self._waiting.clear()
+        self._num_queued_tokens = 0
         self._decoding.clear()
         self._prefilling = None
         return updates
@@ -224,6 +233,7 @@ class Scheduler:
             if adder.admit(request, may_exceed=is_alone) is not Admission.ADMITTED:
                 break
             self._waiting.popleft()
+            self._num_queued_tokens -= len(request.ids)
             request.move(RequestState.RUNNING)
             if request.num_retractions == 0:
                 self._num_prompt_tokens += request.num_prompt_tokens
@@ -246,6 +256,7 @@ class Scheduler:
             victim.num_retractions += 1
             self.memory.release(victim, keep=True)
             self._waiting.appendleft(victim)
+            self._num_queued_tokens += len(victim.ids)
             self._num_retractions += 1
             num_needed_pages -= needs_page
         if self.memory.num_available_pages < num_needed_pages:
@@ -298,7 +309,8 @@ class Scheduler:
         stream = request.text
         if token_id in request.stop_ids:
             text = stream.end_at(token_id) if stream is not None else ""
-            return Update(request, (token_id,), text, self._finish(request, "stop", token_id))
+            reason = request.stop_texts.get(token_id, token_id)
+            return Update(request, (token_id,), text, self._finish(request, "stop", reason))
         text = ""
         if stream is not None:
             text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
@@ -327,6 +339,7 @@ class Scheduler:
             self._forget(request)
         else:
             self._waiting.remove(request)
+            self._num_queued_tokens -= len(request.ids)
         request.move(state)
         if was_running:
             self.memory.release(request, keep=keep)

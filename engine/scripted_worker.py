@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..streams.host_lane import HostLane
 from ..streams.ticket import Ticket
-from .errors import MisuseError
+from .errors import EngineDead, MisuseError
 from .scheduler.schedule_batch import ScheduleBatch
 from .worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 
@@ -39,6 +39,9 @@ class Script:
     late_turns: Callable[[int], int] = lambda step: 0  # turns of the loop by which a step's results come late
     launch_faults: frozenset[int] = frozenset()  # these launches raise
     forward_faults: frozenset[int] = frozenset()  # these forwards raise
+    resolve_faults: frozenset[int] = frozenset()  # resolving these raises
+    deadly_steps: frozenset[int] = frozenset()  # these forwards take the device with them
+    stuck_steps: frozenset[int] = frozenset()  # these never come back
     row_faults: frozenset[tuple[int, int]] = frozenset()  # (step, position in rows): that row alone fails
     verifies: bool = True  # read every position of every history at every step
     launched: list[ScheduleBatch] = field(default_factory=list)  # what was launched, in order, if `records`
@@ -118,6 +121,10 @@ class ScriptedWorker:
         lane.submit(lambda: self._forward(batch, chains))
 
         def resolve(inputs: SampleInputs) -> None:
+            if batch.step in script.resolve_faults:
+                raise RuntimeError(f"scripted: resolving step {batch.step} fails")
+            if batch.step in script.stuck_steps:
+                return
             results: list[StepOutcome | Exception] = []
             lane.submit(lambda: results.append(self._sample(batch, chains, inputs)))
             for _ in range(script.late_turns(batch.step)):
@@ -176,6 +183,8 @@ class ScriptedWorker:
     def _sample(
         self, batch: ScheduleBatch, chains: dict[int, int | Exception], inputs: SampleInputs
     ) -> StepOutcome | Exception:
+        if batch.step in self.script.deadly_steps:
+            return EngineDead(f"scripted: step {batch.step} kills the device")
         suppressed = dict(inputs.suppressed)
         token_ids, row_errors = [], {}
         for index, row in enumerate(batch.rows):

@@ -144,7 +144,7 @@ def _decode_kernel(
             q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
             D, PAGE, BT, STAGES,
         )  # fmt: skip
-        if ROPE:
+        if ROPE:  # noqa: SIM102 - known at compile time, unlike the inner one
             if (last == num_blocks) & (seq_len > 0):
                 # The new token is not in the pool yet: whoever ends the sequence writes it there and attends to it here.
                 packed = q_ptr + row.to(tl.int64) * q_stride + (HQ + head) * D

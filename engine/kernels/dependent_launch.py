@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """Programmatic dependent launch: the next kernel of a stream starts while the last one drains.
 

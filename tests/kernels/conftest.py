@@ -1,13 +1,18 @@
 """These tests run the kernels in Triton's interpreter, in fp32 (it computes bf16 wrongly); tests/gpu runs them on a card."""
 
 import os
+import sys
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Triton reads it when it is imported: its own library is made of kernels too.
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    # Triton reads it when it is imported, for its own library is made of kernels too: where some other test has imported
+    # it by now, it is imported once more. Its compiled part stays, because that cannot be initialised twice.
     os.environ["TRITON_INTERPRET"] = "1"
+    for name in list(sys.modules):
+        if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
 
 pytest.importorskip("triton", reason="triton is not installed")
 

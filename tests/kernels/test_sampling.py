@@ -15,7 +15,7 @@ MAX_ROWS = 8
 def make_table(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     def column(value, dtype):
         values = value if isinstance(value, list) else [value] * num_rows
-        return torch.tensor([9] + values, dtype=dtype)  # row 0 is padding: with these values it would show
+        return torch.tensor([9, *values], dtype=dtype)  # row 0 is padding: with these values it would show
 
     return SamplingTable(
         temperature=column(temperature, torch.float32),

@@ -42,7 +42,9 @@ class FusedDecoder:
     Home: the compute lane. Lifetime: as long as model, pool and row state.
     """
 
-    def __init__(self, model: LlamaForCausalLM, pool: KVPool, rows: RowState, *, max_rows: int, row_invariant: bool) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, pool: KVPool, rows: RowState, *, max_rows: int, row_invariant: bool
+    ) -> None:
         config = model.config
         self._model = model
         self._pool = pool

@@ -1,0 +1,1 @@
+"""From a ScheduleBatch to logits and sampled ids: device state, batches, runners, the worker."""

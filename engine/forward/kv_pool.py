@@ -1,0 +1,64 @@
+"""The paged KV cache on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """What one token's keys and values take, in every layer together."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVPool:
+    """Keys and values of all layers in pages of `page_size` tokens. Slot s is token s % page_size of page s // page_size.
+
+    Page 0 is nobody's: padded tokens write there. Pages hold finite numbers from the start, since attention multiplies what it masks by zero.
+    Home: the compute lane. Lifetime: as long as the worker; tensors never move, so graphs may keep their addresses.
+
+    Shapes, one tensor a layer: keys, values [num_pages + 1, page_size, Hk, D]; key_slots, value_slots, the same memory by slot,
+    [(num_pages + 1) * page_size, Hk, D].
+    """
+
+    def __init__(self, shape: KVShape, *, num_pages: int, page_size: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_pages = num_pages
+        self.page_size = page_size
+        size = (num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
+
+        def pages() -> list[torch.Tensor]:
+            return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+
+        self.keys = pages()
+        self.values = pages()
+        self.key_slots = [layer.flatten(0, 1) for layer in self.keys]
+        self.value_slots = [layer.flatten(0, 1) for layer in self.values]
+        # One row a page: what attention gathers.
+        self._key_rows = [layer.flatten(1) for layer in self.keys]
+        self._value_rows = [layer.flatten(1) for layer in self.values]
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.num_pages + 1) * self.page_size * self.shape.bytes_per_token
+
+    def gather(self, layer: int, pages: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values of `num_sequences` page lists of equal length.
+
+        Shapes: pages [num_sequences * P] int → two of [num_sequences, P * page_size, Hk, D].
+        """
+        size = (num_sequences, -1, self.shape.num_kv_heads, self.shape.head_dim)
+        return (
+            self._key_rows[layer].index_select(0, pages).view(size),
+            self._value_rows[layer].index_select(0, pages).view(size),
+        )

@@ -1,0 +1,114 @@
+"""Owns what a forward needs on one device, and picks the runner that computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from ..attention.backend import AttentionSpec
+from ..attention.registry import make_backend
+from ..loader.dummy_loader import fill_dummy_weights
+from ..loader.safetensors_loader import iterate_tensors, load_weights
+from ..models.registry import build_model
+from .eager_runner import EagerRunner
+from .forward_batch import ForwardBatch
+from .forward_output import ForwardOutput
+from .kv_pool import KVPool, KVShape
+from .memory_plan import MemoryPlan, free_memory, longest_sequence
+from .row_state import RowState
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+    from ..loader.model_config import ModelConfig
+    from ..models.llama import LlamaForCausalLM
+    from ..scheduler.schedule_batch import ScheduleBatch
+    from .placement import Placement
+    from .staged_step import StagedStep
+
+# Rows of every matrix product in row-invariant mode.
+ROW_BUCKET: Final = 16
+
+
+class Runner(Protocol):
+    """One way to compute a forward."""
+
+    def can_run(self, batch: ForwardBatch) -> bool: ...
+
+    def execute(self, batch: ForwardBatch) -> ForwardOutput: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunner:
+    """Weights, KV pool, row state and runners of one device. Home of all: the compute lane. Lifetime: that of the worker.
+
+    `runners` are asked in order: decode graph, prefill graph, eager.
+    """
+
+    model: LlamaForCausalLM
+    memory: MemoryPlan
+    kv_pool: KVPool
+    row_state: RowState
+    runners: tuple[Runner, ...]
+
+    @classmethod
+    def build_blocking(
+        cls, config: EngineConfig, model_config: ModelConfig, folder: Path, placement: Placement
+    ) -> ModelRunner:
+        """Load and allocate everything, in the order that lets the pool have what the weights leave. Raises ConfigError."""
+        model = load_model_blocking(config, model_config, folder, placement)
+        shape = KVShape(
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            dtype=placement.dtype,
+        )
+        free_bytes, limit_bytes = free_memory(placement.device)
+        memory = MemoryPlan.make(
+            config, model_config, bytes_per_token=shape.bytes_per_token, free_bytes=free_bytes, limit_bytes=limit_bytes
+        )
+        kv_pool = KVPool(shape, num_pages=memory.num_pages, page_size=memory.page_size, device=placement.device)
+        row_state = RowState(
+            num_rows=config.max_running_requests, max_pages=memory.max_pages_per_row, device=placement.device
+        )
+        spec = AttentionSpec(
+            kv_pool=kv_pool,
+            num_heads=model_config.num_heads,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            num_rows=config.max_running_requests,
+            max_model_len=memory.max_model_len,
+            row_invariant=config.row_invariant,
+            device=placement.device,
+            dtype=placement.dtype,
+        )
+        decode = make_backend(config.decode_attention, spec, field="decode_attention")
+        same = config.prefill_attention == config.decode_attention
+        extend = decode if same else make_backend(config.prefill_attention, spec, field="prefill_attention")
+        eager = EagerRunner(model, kv_pool, decode_attention=decode, extend_attention=extend)
+        return cls(model=model, memory=memory, kv_pool=kv_pool, row_state=row_state, runners=(eager,))
+
+    def forward(self, batch: ScheduleBatch, staged: StagedStep) -> tuple[ForwardBatch, ForwardOutput]:
+        """Apply the step's writes, derive its batch, compute it. Runs on the compute lane, in inference mode."""
+        self.row_state.apply(staged)
+        forward_batch = ForwardBatch.init_new(batch, staged, self.row_state, page_size=self.memory.page_size)
+        runner = next(runner for runner in self.runners if runner.can_run(forward_batch))
+        return forward_batch, runner.execute(forward_batch)
+
+
+def load_model_blocking(
+    config: EngineConfig, model_config: ModelConfig, folder: Path, placement: Placement
+) -> LlamaForCausalLM:
+    """The model with its weights in place, laid out for the device. Raises ConfigError."""
+    model = build_model(
+        model_config,
+        max_position=longest_sequence(config, model_config),
+        dtype=placement.dtype,
+        device=placement.device,
+    )
+    if config.load_format == "dummy":
+        fill_dummy_weights(model)
+    else:
+        load_weights(model, iterate_tensors(folder, placement.device))
+    model.finish(row_bucket=ROW_BUCKET if config.row_invariant else None)
+    return model

@@ -1,0 +1,65 @@
+"""The steps that a fresh worker runs before it says it is ready."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from ..scheduler.schedule_batch import RowSampling, RowStart, ScheduleBatch
+
+if TYPE_CHECKING:
+    from ..worker import WorkerLimits
+
+_MAX_PROMPT_TOKENS: Final = 64
+_GREEDY: Final = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+_RANDOM: Final = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
+
+
+def warm_up_batches(limits: WorkerLimits) -> Iterator[ScheduleBatch]:
+    """A prefill and a decode step for a greedy row, then for one that samples. Row 1 and the first pages are used; their next owner writes
+    them before reading. Steps count up to -1."""
+    # The last position stays free for the decode step; a pool of one token takes no decode step.
+    longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
+    prompt = max(1, min(_MAX_PROMPT_TOKENS, longest - 1))
+    has_decode = longest > prompt
+    step = -4 if has_decode else -2
+    for sampling in (_GREEDY, _RANDOM):
+        yield _prefill(step, prompt, min(prompt + 1, longest), sampling, limits.page_size)
+        step += 1
+        if has_decode:
+            yield _decode(step, prompt)
+            step += 1
+
+
+def _prefill(step: int, num_tokens: int, num_planned: int, sampling: RowSampling, page_size: int) -> ScheduleBatch:
+    num_pages = -(-num_planned // page_size)
+    return ScheduleBatch(
+        step=step,
+        num_decode=0,
+        rows=(1,),
+        num_prior=(0,),
+        num_new=(num_tokens,),
+        samples=(True,),
+        extend_ids=array("i", [0] * num_tokens).tobytes(),
+        table_rows=array("i", [1] * num_pages).tobytes(),
+        table_columns=array("i", range(num_pages)).tobytes(),
+        table_pages=array("i", range(1, num_pages + 1)).tobytes(),
+        starts=(RowStart(row=1, sampling=sampling),),
+    )
+
+
+def _decode(step: int, num_prior: int) -> ScheduleBatch:
+    return ScheduleBatch(
+        step=step,
+        num_decode=1,
+        rows=(1,),
+        num_prior=(num_prior,),
+        num_new=(1,),
+        samples=(True,),
+        extend_ids=b"",
+        table_rows=b"",
+        table_columns=b"",
+        table_pages=b"",
+        starts=(),
+    )

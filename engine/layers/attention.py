@@ -1,0 +1,79 @@
+"""Self-attention of one layer: projections, q and k norms, rotation, KV write, and the backend in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..loader.weight_target import WeightTarget
+from .linear import Linear
+from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from ..forward.forward_context import ForwardContext
+    from ..loader.model_config import ModelConfig
+    from .rotary import Rotation
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged pool. Shapes: [T, hidden] → [T, hidden]."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.q_size = config.num_heads * config.head_dim
+        self.kv_size = config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            config.hidden_size, self.q_size + 2 * self.kv_size, bias=config.attention_bias, dtype=dtype, device=device
+        )
+        self.o = Linear(self.q_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype, device=device)
+        self.q_norm = self._head_norm(config, dtype, device)
+        self.k_norm = self._head_norm(config, dtype, device)
+
+    def weight_targets(self) -> Mapping[str, WeightTarget]:
+        """Checkpoint names below the block's prefix."""
+        targets: dict[str, WeightTarget] = {}
+        starts = {"q_proj": 0, "k_proj": self.q_size, "v_proj": self.q_size + self.kv_size}
+        sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        for leaf in ("weight", "bias"):
+            merged, out = getattr(self.qkv, leaf), getattr(self.o, leaf)
+            if merged is not None:
+                for name, start in starts.items():
+                    targets[f"{name}.{leaf}"] = WeightTarget(param=merged, row_start=start, num_rows=sizes[name])
+            if out is not None:
+                targets[f"o_proj.{leaf}"] = WeightTarget(param=out)
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                targets[f"{name}.weight"] = WeightTarget(param=norm.weight)
+        return targets
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        q = self._rotate_and_store(self.qkv(x), rotation, ctx)
+        attended = ctx.attention.forward(q, self.layer)
+        out: torch.Tensor = self.o(attended.view(-1, self.q_size))
+        return out
+
+    def _rotate_and_store(self, qkv: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """Rotate q and k, write k and v to their slots, return q [T, Hq, D]."""
+        num_tokens = qkv.shape[0]
+        num_qk = self.num_heads + self.num_kv_heads
+        heads = qkv.view(num_tokens, num_qk + self.num_kv_heads, self.head_dim)
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), 1)
+        qk = rotation.apply(qk)
+        slots = ctx.batch.kv_loc.slots
+        ctx.kv_pool.key_slots[self.layer].index_copy_(0, slots, qk[:, self.num_heads :])
+        ctx.kv_pool.value_slots[self.layer].index_copy_(0, slots, v)
+        return qk[:, : self.num_heads]
+
+    def _head_norm(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm | None:
+        if not config.qk_norm:
+            return None
+        return RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)

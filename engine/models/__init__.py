@@ -1,0 +1,1 @@
+"""Model architectures: the forward pass and where each checkpoint tensor goes."""

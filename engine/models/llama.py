@@ -1,0 +1,121 @@
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2 (biases on q, k, v) and Qwen3 (norms on q and k).
+
+One decoder computes them all: what differs is in the `ModelConfig`, read once from the checkpoint's config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from re import Pattern
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..layers.attention import Attention
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..layers.rotary import RotaryEmbedding
+from ..loader.weight_target import WeightTarget
+
+if TYPE_CHECKING:
+    from ..forward.forward_context import ForwardContext
+    from ..layers.rotary import Rotation
+    from ..loader.model_config import ModelConfig
+
+_IGNORABLE = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.attention = Attention(config, layer, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
+        )
+
+    def weight_targets(self) -> Mapping[str, WeightTarget]:
+        """Checkpoint names below the layer's prefix."""
+        return {
+            "input_layernorm.weight": WeightTarget(param=self.input_norm.weight),
+            **{f"self_attn.{name}": target for name, target in self.attention.weight_targets().items()},
+            "post_attention_layernorm.weight": WeightTarget(param=self.mlp_norm.weight),
+            **{f"mlp.{name}": target for name, target in self.mlp.weight_targets().items()},
+        }
+
+    def forward(
+        self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """Take what the layer before has not yet added (`x`; None for the first layer), update `residual` in place, return the same."""
+        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
+        attended = self.attention(normed, rotation, ctx)
+        out: torch.Tensor = self.mlp(self.mlp_norm.add(attended, residual))
+        return out
+
+
+class LlamaForCausalLM(nn.Module):
+    """Decoder with an LM head. Parameters are created uninitialised on `device`; a loader fills them, then `finish` is called once.
+
+    `max_position`: the longest sequence that will be served, in tokens.
+    """
+
+    def __init__(self, config: ModelConfig, *, max_position: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, dtype=dtype, device=device) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        if config.tie_word_embeddings:
+            self.lm_head = Linear.tied_to(self.embedding)
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_position=max_position, device=device)
+
+    @property
+    def ignorable(self) -> Pattern[str]:
+        """Checkpoint names that need no place: buffers that old versions of transformers saved."""
+        return _IGNORABLE
+
+    def weight_targets(self) -> Mapping[str, WeightTarget]:
+        """Every checkpoint name and its place."""
+        targets = {"model.embed_tokens.weight": WeightTarget(param=self.embedding)}
+        for index, layer in enumerate(self.layers):
+            for name, target in layer.weight_targets().items():  # type: ignore[operator]  # ModuleList forgets its element type
+                targets[f"model.layers.{index}.{name}"] = target
+        targets["model.norm.weight"] = WeightTarget(param=self.norm.weight)
+        targets["lm_head.weight"] = WeightTarget(param=self.lm_head.weight)
+        return targets
+
+    def finish(self, *, row_bucket: int | None = None) -> None:
+        """Lay the loaded weights out for the device; see `Linear.finish`."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                tied = module.weight is self.embedding
+                module.finish(row_bucket=row_bucket, keep_weight=tied)
+
+    def forward(self, ctx: ForwardContext) -> torch.Tensor:
+        """Compute one step: write its KV, return the logits of the rows that sample. Shapes: → [S, vocab] of the model's dtype."""
+        batch = ctx.batch
+        residual = functional.embedding(batch.input_ids, self.embedding)
+        rotation = self.rotary.at(batch.positions)
+        x: torch.Tensor | None = None
+        for layer in self.layers:
+            x = layer(x, residual, rotation, ctx)
+        if batch.num_samples == 0:
+            return residual.new_empty((0, self.config.vocab_size))
+        if x is not None:
+            residual.add_(x)
+        if batch.num_samples != batch.num_tokens:
+            residual = residual.index_select(0, batch.logits_indices)
+        logits: torch.Tensor = self.lm_head(self.norm(residual))
+        return logits

@@ -26,10 +26,15 @@ endif
 ifeq ($(TORCH),cuda)
 RUN_EXTRA := [cuda]
 TEST_EXTRA := [cuda,test]
-SIZE := 4 GB
+RUN_SIZE := 4 GB
+TEST_SIZE := 4 GB
 else
 TEST_EXTRA := [test]
-SIZE := 0.3 GB (3 GB where the index serves torch with CUDA only; see TORCH_INDEX in the Makefile)
+# The kernel tests run in Triton's interpreter; the CPU build of torch does not bring it.
+TRITON := 'triton>=3.6,<3.8'
+OTHERWISE := (3 GB where the index serves torch with CUDA only; see TORCH_INDEX in the Makefile)
+RUN_SIZE := 0.3 GB $(OTHERWISE)
+TEST_SIZE := 0.5 GB $(OTHERWISE)
 endif
 
 .PHONY: run test lint types fetch-model clean
@@ -57,13 +62,13 @@ fetch-model: $(TEST_READY)
 		|| { echo "make: fetching the demo model failed, see above" >&2; exit 1; }
 
 $(RUN_READY): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing Slipstream ($(TORCH) build): about $(SIZE) to download, then 93 MB for the demo model."
+	@echo "Installing Slipstream ($(TORCH) build): about $(RUN_SIZE) to download, then 93 MB for the demo model."
 	@$(PIP_INSTALL) -e '.$(RUN_EXTRA)' || { echo "make: the installation failed, see above" >&2; exit 1; }
 	@touch $@
 
 $(TEST_READY): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing Slipstream ($(TORCH) build) and its test tools: about $(SIZE) to download, then 93 MB for the demo model."
-	@$(PIP_INSTALL) -e '.$(TEST_EXTRA)' || { echo "make: the installation failed, see above" >&2; exit 1; }
+	@echo "Installing Slipstream ($(TORCH) build) and its test tools: about $(TEST_SIZE) to download, then 93 MB for the demo model."
+	@$(PIP_INSTALL) -e '.$(TEST_EXTRA)' $(TRITON) || { echo "make: the installation failed, see above" >&2; exit 1; }
 	@touch $@ $(RUN_READY)
 
 # One environment holds one build of torch: a change of TORCH makes it anew.

@@ -242,7 +242,10 @@ def bench(
         for name in suites:
             typer.echo(f"  {name:8}  {_first_line(f'bench_{name}')}", err=wanted)
         raise typer.Exit(USAGE_EXIT if wanted else 0)
-    program = importlib.import_module(f".profiling.bench_{suite}", __package__)
+    try:
+        program = importlib.import_module(f".profiling.bench_{suite}", __package__)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"bench {suite} needs {error.name}, which is not installed") from error
     program.main(context.args)
 
 

@@ -88,15 +88,12 @@ def test_a_switch_can_be_turned_off_and_a_list_given_piecewise() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("serve", "--page-size", "24"), "slipstream: --page-size must be a power of two, not 24\n"),
-        (
-            ("serve", "--kv-memory-fraction", "3"),
-            "slipstream: --kv-memory-fraction must be above 0 and at most 1, not 3.0\n",
-        ),
-        (("generate", "hi", "--top-p", "7"), "slipstream: --top-p must be above 0 and at most 1, not 7\n"),
-        (("generate", "hi", "--model", ""), "slipstream: --model must be a name, a folder or a .gguf file\n"),
-        (("chat", "--skip-tokenizer"), "slipstream: --skip-tokenizer: text needs a tokenizer\n"),
-        (("serve", "--ping-interval-s", "0"), "slipstream: --ping-interval-s must be a positive number, not 0.0\n"),
+        (("serve", "--page-size", "24"), "--page-size must be a power of two, not 24"),
+        (("serve", "--kv-memory-fraction", "3"), "--kv-memory-fraction must be above 0 and at most 1, not 3.0"),
+        (("generate", "hi", "--top-p", "7"), "--top-p must be above 0 and at most 1, not 7"),
+        (("generate", "hi", "--model", ""), "--model must be a name, a folder or a .gguf file"),
+        (("chat", "--skip-tokenizer"), "--skip-tokenizer: text needs a tokenizer"),
+        (("serve", "--ping-interval-s", "0"), "--ping-interval-s must be a positive number, not 0.0"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(
@@ -104,7 +101,9 @@ def test_a_wrong_setting_is_one_line_that_names_it(
 ) -> None:
     assert _run(*arguments) == 2
     out, err = capsys.readouterr()
-    assert (out, err) == ("", line)
+    assert out == ""
+    assert err.startswith(f"slipstream: {line}")
+    assert err.count("\n") == 1
 
 
 def test_a_wrong_setting_is_found_before_anything_heavy_is_imported() -> None:
@@ -171,7 +170,8 @@ def test_bench_lists_its_suites_by_what_they_say_of_themselves(
     assert "tea" in capsys.readouterr().err
 
 
-def test_every_bench_suite_that_is_there_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for suite in cli._bench_suites():
-        assert _run("bench", suite, "--help") == 0
-        assert "usage:" in capsys.readouterr().out.lower()
+@pytest.mark.parametrize("suite", cli._bench_suites())
+def test_a_bench_suite_explains_itself_or_says_what_it_lacks(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = _run("bench", suite, "--help")
+    out, err = capsys.readouterr()
+    assert (code == 0 and "usage:" in out.lower()) or (code == 2 and err.endswith(", which is not installed\n"))

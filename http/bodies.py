@@ -202,28 +202,26 @@ class GenerationBody(Strict):
 
         Raises: RequestError naming the field.
         """
-        is_new_name = self.max_completion_tokens is not None
-        max_tokens = self.max_completion_tokens if is_new_name else self.max_tokens
-        try:
-            return SamplingParams(
-                max_tokens=default_max_tokens if max_tokens is None else max_tokens,
-                min_tokens=self.min_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                seed=_seed(self.seed, choice),
-                stop=self.stop,
-                stop_token_ids=tuple(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
-                include_stop_str_in_output=self.include_stop_str_in_output,
-                skip_special_tokens=self.skip_special_tokens,
-            )
-        except RequestError as error:
-            if error.param == "max_tokens" and is_new_name:
-                message = str(error).replace("max_tokens", "max_completion_tokens")
-                raise RequestError(message, param="max_completion_tokens", code=error.code) from error
-            raise
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return SamplingParams(
+            max_tokens=default_max_tokens if asked is None else asked,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=_seed(self.seed, choice),
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the engine's fields are called in this body."""
+        return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
 
 
 class CompletionBody(GenerationBody):
@@ -251,6 +249,10 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {**super().names, "prompt": "messages"}
 
 
 def _seed(seed: int | None, choice: int) -> int | None:

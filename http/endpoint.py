@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from starlette.requests import Request
@@ -37,11 +37,15 @@ def request_id_of(scope: Scope) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One call of an endpoint. `request_id` may be replaced by one from the body."""
+    """One call of an endpoint. `request_id` may be replaced by one from the body.
+
+    `names` says what fields that the engine may complain about are called in this endpoint's body.
+    """
 
     request: Request
     request_id: str
     accepted_at: float
+    names: dict[str, str] = field(default_factory=dict)
 
 
 class Endpoint:
@@ -57,6 +61,8 @@ class Endpoint:
             response = await self._handler(self._front, call)
         except Exception as error:
             failure = failure_of(error, call.request_id)
+            if failure.param in call.names:
+                failure = replace(failure, param=call.names[failure.param])
             self._front.metrics.refused[failure.status] += 1
             response = failure.response(call.request_id)
         else:

@@ -43,11 +43,11 @@ class Shape(Protocol):
         ...
 
     def text(self, index: int) -> Template:
-        """The frame of a piece of text. With `continuous_usage` its tail is `usage_tail`'s."""
+        """The frame of a piece of text. With `continuous_usage` its tail ends where `usage_tail` goes on."""
         ...
 
     def usage_tail(self, usage: Usage) -> bytes:
-        """The tail of a text frame that carries the usage so far."""
+        """The end of a text frame, with the usage so far."""
         ...
 
     def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:

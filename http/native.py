@@ -86,13 +86,14 @@ async def generate(front: Front, call: Call) -> Response:
     front.check_open()
     body = checked(GenerateBody, await read_json(call.request, front.settings))
     call.request_id = body.rid or call.request_id
+    call.names = {"prompt": "text" if body.text is not None else "input_ids"}
     params = body.sampling_params.params()
     if body.text is not None:
         prompts = await encode_prompts(front, body.text, param="text")
     else:
         prompts = await encode_prompts(front, body.input_ids or [], param="input_ids")
     if len(prompts) > front.settings.max_choices:
-        raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="text")
+        raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="prompt")
     jobs = [Job(prompt_ids=prompt_ids, params=params) for prompt_ids in prompts]
     prompt_is_list = isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[0], list))
     shape = NativeShape(call.request_id, is_list=prompt_is_list)

@@ -22,6 +22,7 @@ async def chat_completions(front: Front, call: Call) -> Response:
     front.check_open()
     body = checked(ChatBody, await read_json(call.request, front.settings))
     call.request_id = body.request_id or call.request_id
+    call.names = body.names
     shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=front.model(body.model))
     params = [body.params(choice=choice, default_max_tokens=None) for choice in range(body.n)]
     prompt_ids = await encode_chat(

@@ -25,6 +25,7 @@ async def completions(front: Front, call: Call) -> Response:
     front.check_open()
     body = checked(CompletionBody, await read_json(call.request, front.settings))
     call.request_id = body.request_id or call.request_id
+    call.names = body.names
     shape = CompletionShape(body, response_id=f"cmpl-{call.request_id}", model=front.model(body.model))
     params = [body.params(choice=choice, default_max_tokens=DEFAULT_MAX_TOKENS) for choice in range(body.n)]
     prompts = await encode_prompts(front, body.prompt)

@@ -102,7 +102,9 @@ class Choice:
             if self._ids is not None:
                 frames += b',"output_ids":' + orjson.dumps(self._ids)
                 self._ids.clear()
-            frames += shape.usage_tail(stream.usage()) if shape.continuous_usage else self._tail
+            frames += self._tail
+            if shape.continuous_usage:
+                frames += shape.usage_tail(stream.usage())
         if isinstance(self.ended, Finished):
             usage = stream.usage() if shape.continuous_usage else None
             frames += shape.closing(self._index, self.ended, usage)

@@ -123,11 +123,8 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """The data of each event, parsed; the end mark as a string. Comments are left out."""
-        found = []
-        for block in self.body.decode().split("\n\n"):
-            if block.startswith("data: "):
-                found.append(block[6:] if block == "data: [DONE]" else json.loads(block[6:]))
-        return found
+        blocks = [block for block in self.body.decode().split("\n\n") if block.startswith("data: ")]
+        return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
 
 
 class Client:
@@ -249,3 +246,24 @@ async def serving(tokenizer: TextTokenizer) -> AsyncIterator[Callable[..., Any]]
 
         yield start
         await stack.aclose()
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[..., Any]]:
+    """Clients of a port, closed with the test."""
+    clients: list[Client] = []
+
+    async def connected(port: int) -> Client:
+        clients.append(await Client.connect(port))
+        return clients[-1]
+
+    yield connected
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,191 @@
+"""What goes over the wire, byte for byte, and what happens when a stream does not end well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from slipstream.engine.scripted_worker import Script
+from slipstream.http.settings import FrontSettings
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "go"}], "seed": 1, "ignore_eos": True}
+GOLDEN_COMPLETION = """\
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}
+
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"\\"","logprobs":null,"finish_reason":null}]}
+
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"b","logprobs":null,"finish_reason":null}]}
+
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop","stop_reason":0}]}
+
+data: [DONE]
+
+"""  # noqa: E501
+GOLDEN_CHAT = """\
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}
+
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"a"},"logprobs":null,"finish_reason":null}],"usage":null}
+
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"b"},"logprobs":null,"finish_reason":null}],"usage":null}
+
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":null}
+
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[],"usage":{"prompt_tokens":@,"completion_tokens":2,"total_tokens":#,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}
+
+data: [DONE]
+
+"""  # noqa: E501
+
+
+def at_created_zero(text: str) -> str:
+    head, *rest = text.split('"created":')
+    return head + "".join('"created":0' + part[part.index(",") :] for part in rest)
+
+
+async def test_a_streamed_completion_reads_exactly_so(serving: Any, scripted: Any) -> None:
+    async with serving(Script(token_of=scripted.saying('a"b'))) as served:
+        body = {"model": "tiny", "prompt": "PROMPT", "stream": True, "stream_options": {}}
+        answer = await served.post("/v1/completions", body, x_request_id="golden")
+    assert at_created_zero(answer.body.decode()) == GOLDEN_COMPLETION
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["x-request-id"] == "golden"
+    assert answer.headers["transfer-encoding"] == "chunked"
+
+
+async def test_a_streamed_chat_with_usage_reads_exactly_so(serving: Any, tokenizer: Any) -> None:
+    letters = tokenizer.encode("ab")
+    async with serving(Script(token_of=lambda seed, history: letters[history[-1] in letters])) as served:
+        body = {**CHAT, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+        answer = await served.post("/v1/chat/completions", body, x_request_id="golden")
+    num_prompt = answer.events[-2]["usage"]["prompt_tokens"]
+    golden = GOLDEN_CHAT.replace("@", str(num_prompt)).replace("#", str(num_prompt + 2))
+    assert at_created_zero(answer.body.decode()) == golden
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+async def test_usage_comes_only_when_it_is_asked_for(serving: Any, options: Any) -> None:
+    async with serving() as served:
+        body = {**CHAT, "max_tokens": 3, "stream": True, "stream_options": options}
+        events = (await served.post("/v1/chat/completions", body)).events
+    assert all("usage" not in event for event in events[:-1])
+    assert all(event["choices"] for event in events[:-1])
+    assert events[-1] == "[DONE]"
+
+
+async def test_continuous_usage_counts_up_in_every_chunk(serving: Any) -> None:
+    async with serving() as served:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {"prompt": "the", "max_tokens": 6, "ignore_eos": True, "stream": True, "stream_options": options}
+        *chunks, done = (await served.post("/v1/completions", body)).events
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert chunks[-1]["choices"] == []
+    assert done == "[DONE]"
+
+
+async def test_no_token_at_all_still_makes_a_whole_stream(serving: Any, tokenizer: Any) -> None:
+    async with serving(Script(token_of=lambda seed, history: 0)) as served:
+        chat = (await served.post("/v1/chat/completions", {**CHAT, "ignore_eos": False, "stream": True})).events
+        text = (await served.post("/v1/completions", {"prompt": "x", "stream": True})).events
+    role, last, done = chat
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert done == "[DONE]"
+    assert [event["choices"][0]["finish_reason"] for event in text[:-1]] == ["stop"]
+
+
+async def test_a_stop_string_is_named_and_cut_streamed_or_not(serving: Any, scripted: Any) -> None:
+    script = Script(token_of=scripted.saying("over the stones"))
+    async with serving(script) as served:
+        for stop, keep, expected in (("the", False, "over "), (["zz", "the"], True, "over the")):
+            body = {"prompt": "PROMPT", "stop": stop, "include_stop_str_in_output": keep, "max_tokens": 50}
+            whole = (await served.post("/v1/completions", body)).json["choices"][0]
+            chunks = (await served.post("/v1/completions", {**body, "stream": True})).events[:-1]
+            assert whole["text"] == "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+            assert whole["stop_reason"] == chunks[-1]["choices"][0]["stop_reason"] == "the"
+            assert whole["finish_reason"] == "stop"
+            assert all(chunk["choices"][0]["text"] for chunk in chunks[:-1]), "an empty delta"
+
+
+async def test_a_step_that_fails_mid_stream_ends_that_stream_with_an_error_event(serving: Any) -> None:
+    async with serving(Script(forward_faults=frozenset({6}))) as served:
+        body = {"prompt": "the", "max_tokens": 50, "ignore_eos": True, "stream": True}
+        answer = await served.post("/v1/completions", body)
+        assert answer.status == 200
+        assert answer.complete, "the chunked body must end cleanly"
+        *chunks, error = answer.events
+        assert len(chunks) >= 3
+        assert error["error"]["code"] == "step_failed"
+        after = await served.post("/v1/completions", {**body, "stream": False})
+        assert after.status == 200
+
+
+async def test_a_row_that_fails_leaves_the_other_streams_alone(serving: Any) -> None:
+    async with serving(Script(row_faults=frozenset({(8, 0)}))) as served:
+        clients = [await served.connect() for _ in range(8)]
+        body = {"prompt": "the", "max_tokens": 30, "ignore_eos": True, "stream": True}
+        for client in clients:
+            await client.send("POST", "/v1/completions", body)
+        answers = [await client.answer() for client in clients]
+    lasts = [answer.events[-1] for answer in answers]
+    assert sum(last == "[DONE]" for last in lasts) == 7
+    assert sum("error" in last for last in lasts if last != "[DONE]") == 1
+
+
+async def test_a_step_that_fails_is_a_500_when_nothing_was_streamed(serving: Any) -> None:
+    async with serving(Script(forward_faults=frozenset({2}))) as served:
+        answer = await served.post("/v1/completions", {"prompt": "the", "max_tokens": 50, "ignore_eos": True})
+    assert answer.status == 500
+    assert answer.json["error"]["code"] == "step_failed"
+
+
+async def test_pings_cover_the_wait_for_the_first_token_by_the_clock(serving: Any) -> None:
+    front = FrontSettings(ping_interval_s=0.02)
+    async with serving(Script(step_time_s=0.15), front=front) as served:
+        client = await served.connect()
+        await client.send("POST", "/v1/completions", {"prompt": "the", "max_tokens": 1, "stream": True})
+        answer = await client.read_until(lambda answer: answer.body.count(b": ping\n\n") >= 3)
+        assert b"data:" not in answer.body
+        answer = await client.answer()
+    assert answer.events[-1] == "[DONE]"
+
+
+async def test_tokens_of_a_busy_stream_come_one_frame_each(serving: Any) -> None:
+    async with serving(Script(step_time_s=0.002)) as served:
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_tokens": 20, "ignore_eos": True}, "stream": True}
+        *frames, last, done = (await served.post("/generate", body)).events
+    assert [len(frame["output_ids"]) for frame in frames] == [1] * 20
+    assert last["meta_info"]["completion_tokens"] == 20
+    assert done == "[DONE]"
+
+
+async def test_many_streams_at_once_each_get_their_own_tokens(serving: Any) -> None:
+    async with serving(num_pages=2048) as served:
+        bodies = [
+            {"prompt": f"stream {index}", "max_tokens": 5 + index % 7, "seed": index, "temperature": 1, "n": 1}
+            for index in range(48)
+        ]
+        wholes = [(await served.post("/v1/completions", body)).json["choices"][0]["text"] for body in bodies]
+        clients = [await served.connect() for _ in bodies]
+        for client, body in zip(clients, bodies, strict=True):
+            await client.send("POST", "/v1/completions", {**body, "stream": True})
+        answers = await asyncio.gather(*[client.answer() for client in clients])
+    texts = ["".join(event["choices"][0]["text"] for event in answer.events[:-1]) for answer in answers]
+    assert texts == wholes
+
+
+async def test_every_event_is_json_of_its_own(serving: Any) -> None:
+    """Any token, control characters and quotes included, leaves a frame that parses."""
+    async with serving(Script(token_of=lambda seed, history: (history[-1] * 7 + 1) % 300)) as served:
+        body = {"prompt": "t", "max_tokens": 300, "ignore_eos": True, "stream": True, "skip_special_tokens": False}
+        answer = await served.post("/v1/completions", body)
+        whole = (await served.post("/v1/completions", {**body, "stream": False})).json
+    text = "".join(event["choices"][0]["text"] for event in answer.events[:-1])
+    assert text == whole["choices"][0]["text"]
+    assert json.dumps(text).isascii()

@@ -89,7 +89,7 @@ def median_ms(replay: Callable[[], None], before: Callable[[], object], *, inner
             replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / inner)
+        times.append(float(start.elapsed_time(end)) / inner)
     return statistics.median(times)
 
 

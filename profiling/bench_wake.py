@@ -68,11 +68,11 @@ def cycles_per_ms() -> float:
 
 def sleep_on_gpu(cycles: int) -> None:
     """Keep the current stream busy."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(cycles)
 
 
 def timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 async def one_latency_us(lane: CudaLane, cycles: int) -> float:
@@ -80,7 +80,7 @@ async def one_latency_us(lane: CudaLane, cycles: int) -> float:
     start, end = timing_event(), timing_event()
     lane.synchronize_blocking()
     start.record(lane.stream)
-    while not start.query():  # type: ignore[no-untyped-call]
+    while not start.query():
         pass
     start_ns = time.perf_counter_ns()
 

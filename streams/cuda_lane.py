@@ -34,7 +34,7 @@ def distinct_streams(
     for _ in range(2 * _MAX_POOL_STREAMS):
         if len(streams) == count:
             return streams
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device)
         if stream.cuda_stream not in handles:
             handles.add(stream.cuda_stream)
             streams.append(stream)
@@ -58,7 +58,7 @@ class EventPool:
         try:
             event = self._free.pop()
         except IndexError:
-            event = torch.cuda.Event(enable_timing=False, blocking=self._blocking)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=False, blocking=self._blocking)
         event.record(stream)
         return event
 
@@ -82,7 +82,7 @@ class CudaFence:
         event = self.event()
         if event is None:
             return True
-        if not event.query():  # type: ignore[no-untyped-call]
+        if not event.query():
             return False
         self._retire()
         return True

@@ -1,6 +1,6 @@
 """Decode steps as graphs alone, without engine or scheduler: what the kernels allow. Needs CUDA.
 
-    python -m slipstream.profiling.bench_decode MODEL_FOLDER… [--rows 1 8 32 64 128 256] [--context 192]
+python -m slipstream.profiling.bench_decode MODEL_FOLDER… [--rows 1 8 32 64 128 256] [--context 192]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the host pays for a step, without a device: plan, commit, deliver, wake, and how well they hide behind a lane.
 
-    python -m slipstream.profiling.bench_host [--json FILE]
+python -m slipstream.profiling.bench_host [--json FILE]
 """
 
 from __future__ import annotations

@@ -148,9 +148,7 @@ class CudaLane:
         if event is not None:
             self.stream.wait_event(event)
 
-    def ticket(
-        self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None
-    ) -> Ticket[T]:
+    def ticket(self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None) -> Ticket[T]:
         self._check_open()
         event = self._ticket_events.record(self.stream)
         completion: Completion

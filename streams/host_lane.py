@@ -89,9 +89,7 @@ class HostLane:
 
         self.submit(pass_fence)
 
-    def ticket(
-        self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None
-    ) -> Ticket[T]:
+    def ticket(self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None) -> Ticket[T]:
         ticket: Ticket[T] = into if into is not None else Ticket()
 
         def complete() -> None:

@@ -41,9 +41,7 @@ class Lane(Protocol):
         """Whatever is submitted from now on waits for `fence`; the caller does not."""
         ...
 
-    def ticket(
-        self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None
-    ) -> Ticket[T]:
+    def ticket(self, read: Callable[[], T], *, hold: Hold | None = None, into: Ticket[T] | None = None) -> Ticket[T]:
         """A ticket that completes with `read()` once everything submitted so far has run.
 
         `read` runs on whichever thread sees the completion; it reads host memory and must not touch the loop or a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from .errors import RequestError, shown
@@ -79,7 +79,7 @@ class SamplingParams:
 
 
 def _items(name: str, value: object) -> tuple[object, ...]:
-    if not isinstance(value, Collection) or isinstance(value, (str, bytes, bytearray)):
+    if not isinstance(value, (Sequence, Set)) or isinstance(value, (str, bytes, bytearray)):
         raise RequestError(f"{name} must be a list, not {shown(value)}", param=name)
     if len(value) > MAX_STOPS:
         raise RequestError(f"{name} has {len(value)} entries; at most {MAX_STOPS} are allowed", param=name)

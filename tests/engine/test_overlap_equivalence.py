@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from slipstream import SamplingParams
 from slipstream.engine.engine import Engine, RequestHandle
 from slipstream.engine.outputs import Cancelled, End, Failed, Finished
-from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.scheduler import new_token_ratio
+from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.worker import WorkerLimits
 
 VOCAB = 31

@@ -2,7 +2,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """From logits to the next token of every row: one kernel, and a second one only where a row filters its candidates.
 
-The draw is the argmax of `logit / temperature - log(E)` with the noise of `counter_random`. Restricted to the allowed set
+The draw is the argmax of `logit / temperature - log(e)` with the exponential variates of `sampling.counter_random`, which
+the torch sampler draws by too. Restricted to the allowed set
 it is the same draw, so filtered rows need no sort: the winner is taken, checked against the filters by counting what
 lies above it, and if it fails, everything from it down is out and the next winner is taken from the rest.
 """
@@ -13,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..sampling.sampling_table import SamplingTable
 from .dependent_launch import DEPENDENT, release_dependents, wait_for_inputs
 
 GREEDY_TEMPERATURE = 1e-5
@@ -20,22 +22,6 @@ GREEDY_TEMPERATURE = 1e-5
 
 _CHUNK = 4096
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingTable:
-    """Sampling parameters by request row, [R] each, on the device.
-
-    temperature fp32; top_k int32, 0 for off; top_p fp32, 1 for off; min_p fp32, 0 for off; seeds int64.
-    The allowed set: the top_k largest, of those the smallest head whose renormalised probability reaches top_p, of those
-    all with at least min_p of the largest probability; equals of the last one in each count as in.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +57,28 @@ def _mix(word):
 
 
 @triton.jit
-def _gumbel(ids, seed, position):
+def _gumbel(ids, seed, length):
+    """`-log(e)`, e the exponential variate of `counter_random.exponential`: the same words, the same 31 bits."""
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    first = _mix(_mix(low + 0x9E3779B9) ^ position.to(tl.uint32))
-    second = _mix(first ^ high ^ 0x85EBCA6B)
-    u = (_mix(_mix(ids.to(tl.uint32) ^ first) + second).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    exponential = tl.where(u < 0.0009765625, series, -tl.log(tl.maximum(1.0 - u, 1.4901161193847656e-08)))
+    steps = length.to(tl.uint32) * 0x9E3779B1
+    first = _mix(_mix(_mix(low ^ 0xCC9E2D51) + high) + steps)
+    second = _mix(_mix(_mix(high ^ 0x1B873593) + low) ^ steps)
+    word = ids.to(tl.uint32) * 0x9E3779B1 + first
+    word = (word ^ (word >> 16)) * 0x85EBCA6B
+    word = (word ^ (word >> 13) ^ second) * 0xC2B2AE35
+    word = (word ^ (word >> 16)) & 0x7FFFFFFF
+    u = (word.to(tl.float32) + 0.5) * 4.656612873077393e-10
+    # -log(1 - u) by its series where u is small: 1 - u loses the low bits of the variates that decide who wins.
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * 0.2))))
+    exponential = tl.where(u < 0.03125, series, -tl.log(tl.maximum(1.0 - u, 9.357622968840175e-14)))
     return -tl.log(exponential)
 
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr, rows_ptr, num_rows_ptr, positions_ptr, dead_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    seeds_ptr, scores_ptr, winners_ptr, stats_ptr, arrivals_ptr, ids_ptr, bad_ptr, next_ids_ptr,
+    logits_ptr, rows_ptr, num_rows_ptr, lengths_ptr, dead_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    seed_ptr, scores_ptr, winners_ptr, stats_ptr, arrivals_ptr, ids_ptr, bad_ptr, next_ids_ptr,
     logits_stride, plane, max_rows,
     V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
     GREEDY: tl.constexpr, PDL: tl.constexpr,
@@ -107,7 +100,7 @@ def _sample_kernel(
         if not GREEDY:
             temperature = tl.load(temperature_ptr + row)
             if temperature > _GREEDY:
-                score = x / temperature + _gumbel(token, tl.load(seeds_ptr + row), tl.load(positions_ptr + b))
+                score = x / temperature + _gumbel(token, tl.load(seed_ptr + row), tl.load(lengths_ptr + b))
                 filters = (tl.load(top_k_ptr + row) > 0) | (tl.load(top_p_ptr + row) < 1.0)
                 filtered = filters | (tl.load(min_p_ptr + row) > 0.0)
                 if filtered:
@@ -187,14 +180,14 @@ def _mass_of_top_k(x_ptr, k, top, temperature, V: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _winner_above(x_ptr, bound, temperature, seed, position, V: tl.constexpr, BLOCK: tl.constexpr):
+def _winner_above(x_ptr, bound, temperature, seed, length, V: tl.constexpr, BLOCK: tl.constexpr):
     """The draw among the logits that exceed `bound`: the lowest id of the best score."""
     best = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
-        score = tl.where(x > bound, x / temperature + _gumbel(token, seed, position), float("-inf"))
+        score = tl.where(x > bound, x / temperature + _gumbel(token, seed, length), float("-inf"))
         block_best, index = tl.max(score, axis=0, return_indices=True)
         winner = tl.where(block_best > best, start + index, winner)
         best = tl.maximum(best, block_best)
@@ -203,8 +196,8 @@ def _winner_above(x_ptr, bound, temperature, seed, position, V: tl.constexpr, BL
 
 @triton.jit
 def _filter_kernel(
-    logits_ptr, rows_ptr, num_rows_ptr, positions_ptr, dead_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    seeds_ptr, stats_ptr, ids_ptr, bad_ptr, next_ids_ptr, logits_stride, max_rows,
+    logits_ptr, rows_ptr, num_rows_ptr, lengths_ptr, dead_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    seed_ptr, stats_ptr, ids_ptr, bad_ptr, next_ids_ptr, logits_stride, max_rows,
     V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -220,8 +213,8 @@ def _filter_kernel(
         wants = (tl.load(top_k_ptr + row) > 0) | (top_p < 1.0) | (min_p > 0.0)
         if wants & (temperature > _GREEDY) & (tl.load(bad_ptr + b) == 0):
             x_ptr = logits_ptr + b.to(tl.int64) * logits_stride
-            seed = tl.load(seeds_ptr + row)
-            position = tl.load(positions_ptr + b)
+            seed = tl.load(seed_ptr + row)
+            length = tl.load(lengths_ptr + b)
             top = tl.load(stats_ptr + b)
             mass = tl.load(stats_ptr + max_rows + b)
             if (top_k > 0) & (top_p < 1.0):
@@ -237,7 +230,7 @@ def _filter_kernel(
                 if keeps | (count == 0):
                     chosen = winner
                 else:
-                    winner = _winner_above(x_ptr, bound, temperature, seed, position, V, BLOCK)
+                    winner = _winner_above(x_ptr, bound, temperature, seed, length, V, BLOCK)
             tl.store(ids_ptr + b, chosen)
             if tl.load(dead_ptr + b) == 0:
                 tl.store(next_ids_ptr + row, chosen)
@@ -247,7 +240,7 @@ def sample(
     logits: torch.Tensor,
     rows: torch.Tensor,
     num_rows: torch.Tensor,
-    positions: torch.Tensor,
+    lengths: torch.Tensor,
     dead: torch.Tensor,
     table: SamplingTable,
     next_ids: torch.Tensor,
@@ -261,9 +254,11 @@ def sample(
     """Chooses the next token of each live row, into `ids` and, unless the row is dead, into the relay `next_ids`.
 
     Shapes: logits [B, V] bf16 or fp32 (rows may be strided), not written; rows [B] int; num_rows [1] int32, how many rows
-    are live (padded ones are left alone); positions [B] int, any number that the row never draws at twice, such as the
-    tokens before the drawn one; dead [B] uint8 or bool; next_ids [R] int; ids [B] int; bad [B] int32, set to 1 (and the id
+    are live (padded ones are left alone); lengths [B] int, the tokens that the row has
+    so far; dead [B] uint8 or bool; next_ids [R] int; ids [B] int; bad [B] int32, set to 1 (and the id
     to 0) where a row holds NaN or +inf, or allows nothing, else to 0.
+    The allowed set: the top_k largest, of those the smallest head whose renormalised probability reaches top_p, of those
+    all with at least min_p of the largest probability; equals of the last one in each count as in.
     `greedy`: no row draws, temperature is ignored. `filters`: some row may have top_k, top_p or min_p; False saves the
     second kernel.
     """
@@ -272,7 +267,7 @@ def sample(
     if triton.cdiv(vocab, _CHUNK) != chunks:
         raise ValueError(f"the workspace is for another vocabulary than {vocab}")
     max_rows = workspace.arrivals.shape[0]
-    per_row = (rows, num_rows, positions, dead, table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
+    per_row = (rows, num_rows, lengths, dead, table.temperature, table.top_k, table.top_p, table.min_p, table.seed)
     _sample_kernel[(chunks, num_slots)](
         logits, *per_row, workspace.scores, workspace.winners, workspace.row_stats, workspace.arrivals,
         ids, bad, next_ids, logits.stride(0), workspace.scores.stride(0), max_rows,

@@ -212,25 +212,26 @@ def test_the_step_prologue_derives_the_inputs_of_a_step():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", [{"greedy": True}, {"filters": False}, {"filters": True}])
 def test_the_sampler_chooses_what_its_definition_chooses(dtype, options):
-    from slipstream.engine.kernels.counter_random import exponential_noise
-    from slipstream.engine.kernels.sampling import SamplingTable, make_sampler_workspace, sample
+    from slipstream.engine.kernels.sampling import make_sampler_workspace, sample
+    from slipstream.engine.sampling.counter_random import exponential
+    from slipstream.engine.sampling.sampling_table import SamplingTable
 
     num_rows, vocab = 12, 151936
     logits = randn(num_rows, vocab, dtype=dtype, scale=3.0)
     filters = options.get("filters", False)
-    table = SamplingTable(
-        temperature=torch.full((num_rows,), 0.8, device=CUDA),
-        top_k=ints([0, 50, 0, 20] * 3 if filters else [0] * num_rows),
-        top_p=torch.tensor([0.9, 1.0, 1.0, 0.7] * 3 if filters else [1.0] * num_rows, device=CUDA),
-        min_p=torch.tensor([0.0, 0.0, 0.05, 0.0] * 3 if filters else [0.0] * num_rows, device=CUDA),
-        seeds=ints(list(range(1, num_rows + 1)), torch.int64) * 987654321987,
-    )
-    rows, positions = torch.arange(num_rows, device=CUDA).int(), torch.arange(num_rows, device=CUDA).int() * 7
+    table = SamplingTable(num_rows, CUDA)
+    table.temperature.fill_(0.8)
+    table.seed.copy_(torch.arange(1, num_rows + 1) * 987654321987)
+    if filters:
+        table.top_k.copy_(torch.tensor([0, 50, 0, 20] * 3))
+        table.top_p.copy_(torch.tensor([0.9, 1.0, 1.0, 0.7] * 3))
+        table.min_p.copy_(torch.tensor([0.0, 0.0, 0.05, 0.0] * 3))
+    rows, lengths = torch.arange(num_rows, device=CUDA).int(), torch.arange(num_rows, device=CUDA).int() * 7
     workspace = make_sampler_workspace(max_rows=16, vocab_size=vocab, device=CUDA)
     ids, bad, relay = ints([-1] * num_rows, torch.int64), ints([-1] * num_rows), ints([-1] * num_rows, torch.int64)
     dead = torch.zeros(num_rows, dtype=torch.uint8, device=CUDA)
     for _ in range(2):
-        sample(logits, rows, ints([num_rows]), positions, dead, table, relay, workspace, ids=ids, bad=bad, **options)
+        sample(logits, rows, ints([num_rows]), lengths, dead, table, relay, workspace, ids=ids, bad=bad, **options)
         assert bad.tolist() == [0] * num_rows
         assert torch.equal(ids, relay)
         score = logits.double() / 0.8
@@ -246,7 +247,7 @@ def test_the_sampler_chooses_what_its_definition_chooses(dtype, options):
                 if m:
                     x[x < x.max() + torch.tensor(m).log()] = float("-inf")
                 score[b] = x
-            score -= exponential_noise(table.seeds, positions, vocab).double().log()
+            score -= exponential(table.seed, lengths, torch.arange(vocab, dtype=torch.int32, device=CUDA)).double().log()
         chosen, best = score.gather(1, ids[:, None])[:, 0], score.max(1).values
         assert (best - chosen).max().item() < 1e-4
     assert not workspace.arrivals.any()

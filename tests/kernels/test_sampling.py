@@ -1,29 +1,27 @@
-"""The sampler against its definition in torch, and its random numbers against their distribution."""
+"""The sampler against its definition in torch, with the torch sampler's own random numbers."""
 
 import math
 
 import pytest
 import torch
 
-from slipstream.engine.kernels.counter_random import exponential_noise, random_words
-from slipstream.engine.kernels.sampling import SamplingTable, make_sampler_workspace, sample
+from slipstream.engine.kernels.sampling import make_sampler_workspace, sample
+from slipstream.engine.sampling.counter_random import exponential
+from slipstream.engine.sampling.sampling_table import SamplingTable
 
 VOCAB = 5000
 MAX_ROWS = 8
 
 
 def make_table(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    def column(value, dtype):
-        values = value if isinstance(value, list) else [value] * num_rows
-        return torch.tensor([9, *values], dtype=dtype)  # row 0 is padding: with these values it would show
-
-    return SamplingTable(
-        temperature=column(temperature, torch.float32),
-        top_k=column(top_k, torch.int32),
-        top_p=column(top_p, torch.float32),
-        min_p=column(min_p, torch.float32),
-        seeds=torch.tensor([0] + [12345678901234567 * (i + 1) for i in range(num_rows)]),
-    )
+    table = SamplingTable(num_rows + 1, torch.device("cpu"))
+    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, value in columns.items():
+        column = getattr(table, name)
+        column[0] = 9  # row 0 is padding: if it were read, this would show
+        column[1:] = torch.tensor(value, dtype=column.dtype)
+    table.seed[1:] = torch.arange(1, num_rows + 1) * 12345678901234567
+    return table
 
 
 def run(logits, table, workspace=None, num_live=None, dead=(), **options):
@@ -35,15 +33,15 @@ def run(logits, table, workspace=None, num_live=None, dead=(), **options):
     is_dead = torch.tensor([row in dead for row in range(num_rows)], dtype=torch.uint8)
     ids, bad = torch.full((num_rows,), -5), torch.full((num_rows,), -5, dtype=torch.int32)
     relay = torch.full((num_rows + 1,), -7)
-    positions = torch.arange(num_rows, dtype=torch.int32) * 3 + 5
-    sample(logits, rows, live, positions, is_dead, table, relay, workspace, ids=ids, bad=bad, **options)
+    lengths = torch.arange(num_rows, dtype=torch.int32) * 3 + 5
+    sample(logits, rows, live, lengths, is_dead, table, relay, workspace, ids=ids, bad=bad, **options)
     assert not workspace.arrivals.any()
     return ids.tolist(), bad.tolist(), relay.tolist()
 
 
 def reference(logits, table, num_rows):
-    positions = torch.arange(num_rows, dtype=torch.int32) * 3 + 5
-    noise = exponential_noise(table.seeds[1:], positions, logits.shape[1])
+    lengths = torch.arange(num_rows, dtype=torch.int32) * 3 + 5
+    noise = exponential(table.seed[1:], lengths, torch.arange(logits.shape[1], dtype=torch.int32))
     chosen = []
     for b in range(num_rows):
         x, temperature = logits[b].double(), table.temperature[b + 1].item()
@@ -110,12 +108,12 @@ def test_top_k_counts_equals_of_the_last_as_in():
     seen = set()
     for seed in range(40):
         table = make_table(1, top_k=2)
-        table.seeds[1] = seed
+        table.seed[1] = seed
         seen.add(run(logits, table, workspace)[0][0])
     assert seen == {10, 20, 30}
 
 
-def test_a_draw_depends_on_seed_and_position_but_not_on_batch_mates():
+def test_a_draw_depends_on_seed_and_length_but_not_on_batch_mates():
     logits = torch.zeros(4, VOCAB)
     table = make_table(4)
     together = run(logits, table, filters=False)[0]
@@ -147,21 +145,3 @@ def test_a_workspace_for_another_vocabulary_is_refused():
     workspace = make_sampler_workspace(max_rows=1, vocab_size=VOCAB, device="cpu")
     with pytest.raises(ValueError, match="another vocabulary than 100"):
         run(torch.zeros(1, 100), make_table(1), workspace)
-
-
-def test_the_noise_is_exponential_and_unrelated_between_positions_seeds_and_ids():
-    seeds, positions = torch.arange(40), torch.arange(40).repeat(1)
-    noise = exponential_noise(seeds, positions, 5000).double()
-    assert noise.min() > 0
-    assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert noise.var().item() == pytest.approx(1.0, abs=0.03)
-    assert (noise < math.log(2)).double().mean().item() == pytest.approx(0.5, abs=0.005)
-    bits = torch.stack([(random_words(seeds, positions, 5000) >> bit) & 1 for bit in range(32)]).double()
-    assert bits.mean((1, 2)).sub(0.5).abs().max() < 0.006
-    centred = noise - noise.mean(1, keepdim=True)
-    correlation = centred @ centred.T / 5000
-    assert (correlation - torch.diag(correlation.diag())).abs().max() < 0.08
-    shifted = (centred[:, 1:] * centred[:, :-1]).mean()
-    assert abs(shifted) < 0.01
-    high = exponential_noise(torch.tensor([5, 5 + 2**40]), torch.tensor([3, 3]), 100)
-    assert not torch.equal(high[0], high[1])

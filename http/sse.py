@@ -35,6 +35,7 @@ class Choice:
     """One choice of a stream: the engine's sink, and the text that is not written yet."""
 
     __slots__ = (
+        "_counts_usage",
         "_head",
         "_ids",
         "_index",
@@ -42,6 +43,7 @@ class Choice:
         "_last_at",
         "_num_output_tokens",
         "_num_prompt_tokens",
+        "_observe_gap",
         "_stream",
         "_tail",
         "ended",
@@ -53,6 +55,8 @@ class Choice:
         self._index = index
         self._head, self._tail = shape.text(index)
         self._ids: list[int] | None = [] if shape.wants_ids else None
+        self._counts_usage = shape.continuous_usage
+        self._observe_gap = stream.front.metrics.inter_token_s.observe
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = 0
         self._last_at: float | None = None  # when the frame before was taken; None: the opening is still to come
@@ -94,7 +98,7 @@ class Choice:
             stream.saw_first(now)
         else:
             frames = b""
-            stream.saw_gap(now - self._last_at)
+            self._observe_gap(now - self._last_at)
         self._last_at = now
         if self.pending or self._ids:
             frames += self._head + orjson.dumps(self.pending)
@@ -103,10 +107,10 @@ class Choice:
                 frames += b',"output_ids":' + orjson.dumps(self._ids)
                 self._ids.clear()
             frames += self._tail
-            if shape.continuous_usage:
+            if self._counts_usage:
                 frames += shape.usage_tail(stream.usage())
         if isinstance(self.ended, Finished):
-            usage = stream.usage() if shape.continuous_usage else None
+            usage = stream.usage() if self._counts_usage else None
             frames += shape.closing(self._index, self.ended, usage)
         return frames
 
@@ -121,7 +125,7 @@ class SseResponse(Response):
     def __init__(self, front: Front, shape: Shape, jobs: Sequence[Job], *, request_id: str, accepted_at: float) -> None:
         self.status_code = 200
         self.background = None
-        self._front = front
+        self.front = front
         self._shape = shape
         self._jobs = jobs
         self._request_id = request_id
@@ -148,7 +152,7 @@ class SseResponse(Response):
         self._fresh.append(choice)
         if not self._is_parked and not self._is_scheduled:
             self._is_scheduled = True
-            self._front.fan_out.schedule(self)
+            self.front.fan_out.schedule(self)
 
     def choice_ended(self, end: End) -> None:
         self._num_running -= 1
@@ -159,10 +163,7 @@ class SseResponse(Response):
     def saw_first(self, now: float) -> None:
         if self._first_at is None:
             self._first_at = now
-            self._front.metrics.first_token_s.observe(now - self._accepted_at)
-
-    def saw_gap(self, gap_s: float) -> None:
-        self._front.metrics.inter_token_s.observe(gap_s)
+            self.front.metrics.first_token_s.observe(now - self._accepted_at)
 
     def usage(self) -> Usage:
         """Of all choices together, so far."""
@@ -188,7 +189,7 @@ class SseResponse(Response):
         try:
             async with watching(receive, self._hung_up):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                self._arm_ping(self._front.settings.ping_interval_s)
+                self._arm_ping(self.front.settings.ping_interval_s)
                 await self._write_until_over(send)
         finally:
             self._is_given_up = True
@@ -197,7 +198,7 @@ class SseResponse(Response):
             ends = [choice.ended for choice in self._choices]
             self._submission.close()
             seconds = perf_counter() - self._accepted_at
-            count_end(self._front, ends, self._error, seconds)
+            count_end(self.front, ends, self._error, seconds)
 
     async def _write_until_over(self, send: Send) -> None:
         while not self._is_given_up:
@@ -221,16 +222,18 @@ class SseResponse(Response):
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         """Write; a client that does not take it in time, or lets too much pile up meanwhile, is given up."""
         try:
-            async with asyncio.timeout(self._front.settings.write_timeout_s):
+            async with asyncio.timeout(self.front.settings.write_timeout_s):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError:
             self._cut_off()
-        if sum(len(choice.pending) for choice in self._choices) > self._front.settings.max_pending_chars:
+        if sum(len(choice.pending) for choice in self._choices) > self.front.settings.max_pending_chars:
             self._cut_off()
 
     def _take(self, now: float) -> bytes:
         fresh, self._fresh = self._fresh, []
         self._last_write_at = now
+        if len(fresh) == 1:
+            return fresh[0].take(self._shape, now)
         return b"".join([choice.take(self._shape, now) for choice in fresh])
 
     def _last_words(self) -> bytes:
@@ -247,13 +250,13 @@ class SseResponse(Response):
         """The client is gone (or has all it came for, which makes this harmless)."""
         if not self._is_given_up:
             if not self._is_over:
-                self._front.metrics.num_hang_ups += 1
+                self.front.metrics.num_hang_ups += 1
             self._is_given_up = True
             self._submission.abort()
             self._woken.set()
 
     def _cut_off(self) -> None:
-        self._front.metrics.num_write_timeouts += 1
+        self.front.metrics.num_write_timeouts += 1
         self._is_given_up = True
         self._submission.abort()
         if self._connection is not None:
@@ -265,7 +268,7 @@ class SseResponse(Response):
         self._ping_timer = asyncio.get_running_loop().call_later(delay_s, self._ping)
 
     def _ping(self) -> None:
-        interval_s = self._front.settings.ping_interval_s
+        interval_s = self.front.settings.ping_interval_s
         now = perf_counter()
         silence_s = now - self._last_write_at
         if silence_s >= interval_s * 0.999:  # timers may fire a little early

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """Tensors of one step on the compute lane. Decode rows come first; the tokens of a row are contiguous, in the order of the rows.
+    """Tensors of one step on the compute lane. Decode rows come first; the tokens of a row are contiguous, in the
+    order of the rows.
 
-    Shapes, int32 unless said: rows, seq_lens (tokens after this step), prefix_lens (tokens before it) [B]; query_start_loc [B + 1];
-    input_ids [T] int64; positions [T]; logits_indices, sample_rows, sample_lens [S]: of the rows that sample, the last token's index,
-    the request row, and the tokens after this step. `…_cpu` are the same numbers on the host, for backends that plan there.
-    Lifetime: the step. Nothing below writes into it; the page table in `kv_loc` is leased.
+    Shapes, int32 unless said: rows, seq_lens (tokens after this step), prefix_lens (tokens before it) [B];
+    query_start_loc [B + 1]; input_ids [T] int64; positions [T]; logits_indices, sample_rows, sample_lens [S]: of the
+    rows that sample, the last token's index, the request row, and the tokens after this step. `…_cpu` are the same
+    numbers on the host, for backends that plan there. Lifetime: the step. Nothing below writes into it; the page
+    table in `kv_loc` is leased.
     """
 
     mode: ForwardMode
@@ -57,7 +59,8 @@ class ForwardBatch:
     def init_new(cls, batch: ScheduleBatch, staged: StagedStep, row_state: RowState, *, page_size: int) -> ForwardBatch:
         """Derive the step from its staged integers and the row state, which must already hold the step's writes.
 
-        Ids of decode rows come from the relay, those of extend rows from the host. Runs on the compute lane and asks nothing of the device.
+        Ids of decode rows come from the relay, those of extend rows from the host. Runs on the compute lane and asks
+        nothing of the device.
         """
         num_decode = batch.num_decode
         ids = staged.extend_ids.long()

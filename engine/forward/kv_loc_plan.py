@@ -11,8 +11,8 @@ import torch
 class KVLocPlan:
     """The page translation of one step.
 
-    Shapes: slots [T] int64, the slot each token's key and value are written to; page_table [R, max_pages] int32, leased from the row state:
-    row r of it lists the pages of request row r, stale beyond the row's length.
+    Shapes: slots [T] int64, the slot each token's key and value are written to; page_table [R, max_pages] int32,
+    leased from the row state: row r of it lists the pages of request row r, stale beyond the row's length.
     """
 
     slots: torch.Tensor
@@ -34,6 +34,8 @@ class KVLocPlan:
         )
 
     def pages_of(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The pages that cover the first `num_tokens` tokens of each row. Shapes: rows [n] → [n, ceil(num_tokens / page_size)] int32."""
+        """The pages that cover the first `num_tokens` tokens of each row. Shapes: rows [n] → [n, ceil(num_tokens /
+        page_size)] int32.
+        """
         num_pages = -(-num_tokens // self.page_size)
         return self.page_table[:, :num_pages].index_select(0, rows)

@@ -22,13 +22,15 @@ class KVShape:
 
 
 class KVPool:
-    """Keys and values of all layers in pages of `page_size` tokens. Slot s is token s % page_size of page s // page_size.
+    """Keys and values of all layers in pages of `page_size` tokens. Slot s is token s % page_size of page s //
+    page_size.
 
-    Page 0 is nobody's: padded tokens write there. Pages hold finite numbers from the start, since attention multiplies what it masks by zero.
-    Home: the compute lane. Lifetime: as long as the worker; tensors never move, so graphs may keep their addresses.
+    Page 0 is nobody's: padded tokens write there. Pages hold finite numbers from the start, since attention
+    multiplies what it masks by zero. Home: the compute lane. Lifetime: as long as the worker; tensors never move, so
+    graphs may keep their addresses.
 
-    Shapes, one tensor a layer: keys, values [num_pages + 1, page_size, Hk, D]; key_slots, value_slots, the same memory by slot,
-    [(num_pages + 1) * page_size, Hk, D].
+    Shapes, one tensor a layer: keys, values [num_pages + 1, page_size, Hk, D]; key_slots, value_slots, the same
+    memory by slot, [(num_pages + 1) * page_size, Hk, D].
     """
 
     def __init__(self, shape: KVShape, *, num_pages: int, page_size: int, device: torch.device) -> None:

@@ -39,8 +39,8 @@ class MemoryPlan:
     def make(
         cls, config: EngineConfig, model: ModelConfig, *, bytes_per_token: int, free_bytes: int, limit_bytes: int | None
     ) -> MemoryPlan:
-        """Size the pool from `max_total_tokens`, else from a fraction of `free_bytes` (at most `limit_bytes`), never beyond what all rows at
-        their longest could use.
+        """Size the pool from `max_total_tokens`, else from a fraction of `free_bytes` (at most `limit_bytes`), never
+        beyond what all rows at their longest could use.
 
         Raises ConfigError if the pool cannot hold one sequence of the length asked for, or not even a page.
         """
@@ -109,7 +109,7 @@ def _refuse_tiny(config: EngineConfig, bytes_per_token: int, free_bytes: int) ->
             field="max_total_tokens",
         )
     raise ConfigError(
-        f"no room for a KV page: {free_bytes / _MIB:.0f} MiB are free, of which kv_memory_fraction {config.kv_memory_fraction} may be used, "
-        f"and a page takes {bytes_per_token * config.page_size / _MIB:.1f} MiB",
+        f"no room for a KV page of {bytes_per_token * config.page_size / _MIB:.1f} MiB: {free_bytes / _MIB:.0f} MiB are "
+        f"free, of which kv_memory_fraction {config.kv_memory_fraction} may be used",
         field="kv_memory_fraction",
     )

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBlock:
-    """Host side. `columns`: int32 bytes of the sampling rows to draw at random, of the suppressed (sampling row, id) pairs as two columns, and
-    of the request rows whose relay entry is written. A column that says nothing new is empty; `all_random` tells the first one's two meanings apart.
+    """Host side. `columns`: int32 bytes of the sampling rows to draw at random, of the suppressed (sampling row, id)
+    pairs as two columns, and of the request rows whose relay entry is written. A column that says nothing new is
+    empty; `all_random` tells the first one's two meanings apart.
     """
 
     columns: tuple[bytes, bytes, bytes, bytes]
@@ -33,7 +34,9 @@ class SampleBlock:
     def make(
         cls, batch: ScheduleBatch, inputs: SampleInputs, samplings: RowSamplings, *, vocab_size: int
     ) -> SampleBlock:
-        """Turn positions in `batch.rows` into positions among the rows that sample; dead rows draw nothing and write row 0 of the relay."""
+        """Turn positions in `batch.rows` into positions among the rows that sample; dead rows draw nothing and write
+        row 0 of the relay.
+        """
         sampling = batch.sample_indices
         rows = [batch.rows[index] for index in sampling]
         relay_rows: list[int] = []
@@ -63,7 +66,9 @@ class SampleBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedSample:
-    """Device side, int64: random [n] and suppressed [2, m] as `SampleRequest` has them; relay_rows [S], None for the sampling rows themselves."""
+    """Device side, int64: random [n] and suppressed [2, m] as `SampleRequest` has them; relay_rows [S], None for the
+    sampling rows themselves.
+    """
 
     random: torch.Tensor | None
     suppressed: torch.Tensor | None

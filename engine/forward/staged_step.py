@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class StagedStep:
     """The columns of a step: views of `block`, on the host or on the device.
 
-    Shapes, int32 unless said: rows, num_prior, num_new, seq_lens [B]; query_start_loc [B + 1]; sample_rows, sample_lens, logits_indices [S];
-    extend_ids [E]; table_rows, table_columns, table_pages [N]; start_rows, start_top_k [K]; start_temperature, start_top_p, start_min_p
-    [K] fp32; start_seed [K] int64.
-    Lifetime: on the host that of the step's staging slot, on the device that of the step.
+    Shapes, int32 unless said: rows, num_prior, num_new, seq_lens [B]; query_start_loc [B + 1]; sample_rows,
+    sample_lens, logits_indices [S]; extend_ids [E]; table_rows, table_columns, table_pages [N]; start_rows,
+    start_top_k [K]; start_temperature, start_top_p, start_min_p [K] fp32; start_seed [K] int64. Lifetime: on the host
+    that of the step's staging slot, on the device that of the step.
     """
 
     block: torch.Tensor
@@ -80,14 +80,18 @@ class StagedStep:
         )
 
     def to(self, device: torch.device) -> StagedStep:
-        """The same on `device`, by one asynchronous copy on the current stream; itself on the CPU, where the slot is read in place."""
+        """The same on `device`, by one asynchronous copy on the current stream; itself on the CPU, where the slot is
+        read in place.
+        """
         if device.type == "cpu":
             return self
         return StagedStep.of(self.block.to(device, non_blocking=True), self.widths)
 
 
 def pack(batch: ScheduleBatch) -> tuple[bytearray, tuple[int, ...]]:
-    """The columns of `batch` in the order of `StagedStep.of`, and their widths in int32. Host only; a few µs, plus what the rows take."""
+    """The columns of `batch` in the order of `StagedStep.of`, and their widths in int32. Host only; a few µs, plus
+    what the rows take.
+    """
     seq_lens = tuple(map(int.__add__, batch.num_prior, batch.num_new))
     ends = tuple(accumulate(batch.num_new))
     sampling = batch.sample_indices

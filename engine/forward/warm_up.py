@@ -17,8 +17,9 @@ _RANDOM: Final = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, s
 
 
 def warm_up_batches(limits: WorkerLimits) -> Iterator[ScheduleBatch]:
-    """A prefill and a decode step for a greedy row, then for one that samples. Row 1 and the first pages are used; their next owner writes
-    them before reading. Steps count up to -1."""
+    """A prefill and a decode step for a greedy row, then for one that samples. Row 1 and the first pages are used;
+    their next owner writes them before reading. Steps count up to -1.
+    """
     # The last position stays free for the decode step; a pool of one token takes no decode step.
     longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
     prompt = max(1, min(_MAX_PROMPT_TOKENS, longest - 1))

@@ -1,4 +1,6 @@
-"""Matrix products with weights, laid out for the device and cut into row buckets where results must not depend on the batch."""
+"""Matrix products with weights, laid out for the device and cut into row buckets where results must not depend on the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-# oneDNN picks the layout of a packed weight by an expected number of rows; one for a few rows serves all of them equally well.
+# oneDNN picks the layout of a packed weight by an expected number of rows; one for a few rows serves all of them
+# equally well.
 _PACK_FOR_ROWS = 32
 
 
 class Linear(nn.Module):
     """`x @ weight.T + bias`. Merged projections are one Linear whose checkpoint tensors are row blocks of `weight`.
 
-    The parameters are uninitialised until a loader fills them. `finish` must follow the loading and precede the first `forward`.
+    The parameters are uninitialised until a loader fills them. `finish` must follow the loading and precede the first
+    `forward`.
 
     Shapes: x [T, in_features] → [T, out_features]; weight [out_features, in_features], bias [out_features].
     """
@@ -43,9 +47,9 @@ class Linear(nn.Module):
     def finish(self, *, row_bucket: int | None = None, keep_weight: bool = False) -> None:
         """Lay the loaded weight out for this device.
 
-        On an x86 CPU oneDNN's packed layout is twice as fast as the plain one for a few rows; it replaces the plain weight, which is let go
-        unless `keep_weight`. With `row_bucket` every product is computed in blocks of exactly that many rows, the last one padded, so that a
-        row's result does not depend on how many rows share its step.
+        On an x86 CPU oneDNN's packed layout is twice as fast as the plain one for a few rows; it replaces the plain
+        weight, which is let go unless `keep_weight`. With `row_bucket` every product is computed in blocks of exactly
+        that many rows, the last one padded, so that a row's result does not depend on how many rows share its step.
         """
         self._row_bucket = row_bucket
         weight = self.weight.detach()

@@ -1,7 +1,9 @@
-"""Random numbers as a pure function of (seed, sequence length, token id): nothing is drawn in sequence, so no row can disturb another.
+"""Random numbers as a pure function of (seed, sequence length, token id): nothing is drawn in sequence, so no row can
+disturb another.
 
-Integer arithmetic in int32 that wraps, with the same results on every device. Both halves of the 64-bit seed and the length are mixed into two
-32-bit keys a row; the keys and the token id are mixed into the row's number for that id. The mixer is MurmurHash3's finaliser.
+Integer arithmetic in int32 that wraps, with the same results on every device. Both halves of the 64-bit seed and the
+length are mixed into two 32-bit keys a row; the keys and the token id are mixed into the row's number for that id.
+The mixer is MurmurHash3's finaliser.
 """
 
 from __future__ import annotations

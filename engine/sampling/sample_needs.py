@@ -14,7 +14,9 @@ from ..sampling_params import GREEDY_BELOW
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNeeds:
-    """The union over the rows that are not greedy: what none of them asks for is skipped. `max_top_k` 0: no row limits by rank."""
+    """The union over the rows that are not greedy: what none of them asks for is skipped. `max_top_k` 0: no row
+    limits by rank.
+    """
 
     any_random: bool = False
     max_top_k: int = 0

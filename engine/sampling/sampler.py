@@ -1,16 +1,17 @@
 """Draws one id a row from its logits, on the device, all rows at once.
 
-Greedy rows take the largest logit, the lowest id among equals. The others race: with p the filtered probabilities and e exponential variates of
-(seed, length, id), the id of the largest p / e is distributed as p. A race needs no cumulative sum, and a small change of the logits moves the
-draw only where it moves the probabilities.
+Greedy rows take the largest logit, the lowest id among equals. The others race: with p the filtered probabilities and
+e exponential variates of (seed, length, id), the id of the largest p / e is distributed as p. A race needs no
+cumulative sum, and a small change of the logits moves the draw only where it moves the probabilities.
 
-Filters apply in the order temperature, top-k, top-p (of what top-k left), min-p; ids as probable as the last one kept are kept too.
+Filters apply in the order temperature, top-k, top-p (of what top-k left), min-p; ids as probable as the last one kept
+are kept too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
@@ -18,17 +19,15 @@ from .counter_random import exponential
 from .sample_needs import SampleNeeds
 from .sampling_table import SamplingTable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 # How many of the most probable ids are sorted at first; a flatter distribution costs a full sort.
 _HEAD: Final = 1024
-_BLOCK: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """Shapes: ids [S] int64, valid ids always; failed [S] bool: rows whose logits held NaN, +inf, or nothing but -inf."""
+    """Shapes: ids [S] int64, valid ids always; failed [S] bool: rows whose logits held NaN, +inf, or nothing but
+    -inf.
+    """
 
     ids: torch.Tensor
     failed: torch.Tensor
@@ -36,8 +35,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """What is sampled. Shapes: rows [S] int: request rows; lengths [S] int32: tokens the row has so far; random [n] int64: indices into S of
-    the rows that are not greedy, None for all; suppressed [2, m] int64: (index into S, id) that must not be drawn, None for none."""
+    """What is sampled. Shapes: rows [S] int: request rows; lengths [S] int32: tokens the row has so far; random [n]
+    int64: indices into S of the rows that are not greedy, None for all; suppressed [2, m] int64: (index into S, id)
+    that must not be drawn, None for none.
+    """
 
     rows: torch.Tensor
     lengths: torch.Tensor
@@ -47,7 +48,9 @@ class SampleRequest:
 
 
 class Sampler:
-    """Stateless but for the list of ids. `row_invariant` draws row by row, so that no reduction's order depends on the batch."""
+    """Stateless but for the list of ids. `row_invariant` draws row by row, so that no reduction's order depends on
+    the batch.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device, *, row_invariant: bool = False) -> None:
         self._ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
@@ -71,13 +74,10 @@ class Sampler:
         rows, lengths, random = request.rows, request.lengths, request.random
         if random is not None:
             logits, rows, lengths = (part.index_select(0, random) for part in (logits, rows, lengths))
-        drawn = torch.cat([self._draw(*part, table, request.needs) for part in self._parts(logits, rows, lengths)])
+        size = 1 if self._row_invariant else max(1, logits.shape[0])
+        parts = zip(logits.split(size), rows.split(size), lengths.split(size), strict=True)
+        drawn = torch.cat([self._draw(*part, table, request.needs) for part in parts])
         return drawn if random is None else greedy.index_copy(0, random, drawn)
-
-    def _parts(self, *columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        if self._row_invariant:
-            return zip(*(column.split(1) for column in columns), strict=True)
-        return iter((columns,))
 
     def _draw(
         self,
@@ -103,7 +103,8 @@ def _threshold(probs: torch.Tensor, rows: torch.Tensor, table: SamplingTable, ne
     top_k, top_p, min_p = (column.index_select(0, rows) for column in (table.top_k, table.top_p, table.min_p))
     if not needs.max_top_k and not needs.any_top_p:
         return min_p * probs.amax(-1)
-    # On the CPU a look at the result costs nothing, so most rows get by with a partial sort; elsewhere it would stop the host.
+    # On the CPU a look at the result costs nothing, so most rows get by with a partial sort; elsewhere it would stop
+    # the host.
     width = min(max(_HEAD, needs.max_top_k), vocab_size) if probs.device.type == "cpu" else vocab_size
     while True:
         head = probs.topk(width).values
@@ -123,6 +124,8 @@ def _threshold(probs: torch.Tensor, rows: torch.Tensor, table: SamplingTable, ne
 
 
 def _first_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest value of each row and the lowest index that has it. NaN counts as largest. Shapes: x [n, V] → [n], [n] int64."""
+    """Largest value of each row and the lowest index that has it. NaN counts as largest. Shapes: x [n, V] → [n], [n]
+    int64.
+    """
     best: tuple[torch.Tensor, torch.Tensor] = torch.max(x, -1)
     return best[0], best[1]

@@ -6,7 +6,8 @@ import torch
 
 
 class SamplingTable:
-    """One column a parameter, one entry a request row; row 0 is padding and greedy. Home: the compute lane, which alone writes it.
+    """One column a parameter, one entry a request row; row 0 is padding and greedy. Home: the compute lane, which
+    alone writes it.
 
     Shapes, [num_rows], row 0 counted: temperature, top_p, min_p fp32; top_k int32; seed int64.
     """

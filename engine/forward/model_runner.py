@@ -40,7 +40,8 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunner:
-    """Weights, KV pool, row state and runners of one device. Home of all: the compute lane. Lifetime: that of the worker.
+    """Weights, KV pool, row state and runners of one device. Home of all: the compute lane. Lifetime: that of the
+    worker.
 
     `runners` are asked in order: decode graph, prefill graph, eager.
     """
@@ -55,7 +56,9 @@ class ModelRunner:
     def build_blocking(
         cls, config: EngineConfig, model_config: ModelConfig, folder: Path, placement: Placement
     ) -> ModelRunner:
-        """Load and allocate everything, in the order that lets the pool have what the weights leave. Raises ConfigError."""
+        """Load and allocate everything, in the order that lets the pool have what the weights leave. Raises
+        ConfigError.
+        """
         model = load_model_blocking(config, model_config, folder, placement)
         shape = KVShape(
             num_layers=model_config.num_layers,

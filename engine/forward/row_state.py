@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class RowState:
     """Page table, next ids and sampling parameters by request row; row 0 is padding.
 
-    Home: the compute lane, which alone writes it, in launch order. A step ships only what changed: the parameters of rows that start,
-    and the page table entries that are new. Tensors never move.
+    Home: the compute lane, which alone writes it, in launch order. A step ships only what changed: the parameters of
+    rows that start, and the page table entries that are new. Tensors never move.
 
-    `num_rows` does not count row 0. Shapes: page_table [num_rows + 1, max_pages] int32; lengths [num_rows + 1] int32, tokens whose KV is
-    in the pool once the steps launched so far have run: decode graphs count on from it.
+    `num_rows` does not count row 0. Shapes: page_table [num_rows + 1, max_pages] int32; lengths [num_rows + 1] int32,
+    tokens whose KV is in the pool once the steps launched so far have run: decode graphs count on from it.
     """
 
     def __init__(self, *, num_rows: int, max_pages: int, device: torch.device) -> None:

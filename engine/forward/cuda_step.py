@@ -1,0 +1,186 @@
+"""One step on CUDA lanes: decode steps by graph, all others through the runners, one sampler for both."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import EngineDead, StepFailed
+from ..sampling.cuda_sampler import CudaSampler, SampleKind
+from ..worker import SampleInputs, StepOutcome
+from .decode_graph_runner import DecodeGraphRunner, Drawable
+from .row_samplings import RowSamplings
+from .staged_step import StagedStep, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...streams.staging import Slot
+    from ..scheduler.schedule_batch import ScheduleBatch
+    from .model_runner import ModelRunner
+
+_NOT_FINITE = "the model's logits were not finite"
+
+
+@dataclass(slots=True, kw_only=True)
+class CudaParts:
+    """What the steps of one CUDA device share. Loop thread and compute lane only."""
+
+    runner: ModelRunner
+    sampler: CudaSampler
+    decode_graphs: DecodeGraphRunner | None
+    samplings: RowSamplings
+    device: torch.device
+    stage: Callable[
+        [Slot, bytes], torch.Tensor
+    ]  # packed bytes as int32 in pinned memory that lives as long as the step
+    dead_shipped: bool = False  # the device's dead flags are not all clear
+    kind: SampleKind = SampleKind.GREEDY
+    kind_of_rows: tuple[int, ...] | None = None
+
+
+class CudaStep:
+    """A step's parts in order: made and `stage_sample` on the loop thread, `forward` and `sample` on the compute lane,
+    `copy_out` on the copy lane, `read` on any thread once all that has run.
+
+    A part that fails leaves its error, later parts do nothing, and `read` raises it. Lifetime: until its ticket is done.
+    """
+
+    def __init__(self, parts: CudaParts, batch: ScheduleBatch, slot: Slot) -> None:
+        self._parts = parts
+        self._batch = batch
+        self._slot = slot
+        self._error: Exception | None = None
+        self._drawable: Drawable | None = None
+        self._dead_cpu: torch.Tensor | None = None
+        self._suppressed_cpu: torch.Tensor | None = None
+        self._results_cpu: torch.Tensor | None = None
+        self._dead: frozenset[int] = frozenset()
+        if batch.starts:
+            parts.samplings.apply(batch.starts)
+            parts.kind_of_rows = None
+        graphs = parts.decode_graphs
+        self._by_graph = graphs is not None and graphs.can_run(batch)
+        self._block_cpu: torch.Tensor | None = None
+        self._staged: StagedStep | None = None
+        if graphs is not None and self._by_graph:
+            packed = graphs.block_of(batch)
+            self._block_cpu = parts.stage(slot, packed) if packed is not None else None
+        else:
+            if graphs is not None:
+                graphs.forget_block()
+            columns, widths = pack(batch)
+            self._staged = StagedStep.of(parts.stage(slot, columns), widths)
+
+    def forward(self) -> None:
+        """Take the staged integers to the device and compute the logits."""
+        self._attempt(self._forward_by_graph if self._by_graph else self._forward_by_runner)
+
+    def stage_sample(self, inputs: SampleInputs) -> None:
+        """Take what the host adds to the sample, and find out which kernels it needs."""
+        parts, batch = self._parts, self._batch
+        self._dead = inputs.dead
+        sampling = batch.sample_indices
+        if batch.rows != parts.kind_of_rows:
+            _, needs = parts.samplings.random_among(batch.rows[index] for index in sampling)
+            parts.kind = SampleKind.of(needs)
+            parts.kind_of_rows = batch.rows if len(sampling) == batch.num_rows else None
+        self._kind = parts.kind
+        place = {index: k for k, index in enumerate(sampling)} if inputs.dead or inputs.suppressed else {}
+        dead = [place[index] for index in inputs.dead if index in place]
+        if dead or parts.dead_shipped:
+            flags = bytearray(len(sampling) + -len(sampling) % 4)
+            for k in dead:
+                flags[k] = 1
+            self._dead_cpu = parts.stage(self._slot, bytes(flags)).view(torch.uint8)
+            parts.dead_shipped = bool(dead)
+        pairs = [(place[index], token_id) for index, ids in inputs.suppressed if index in place for token_id in ids]
+        if pairs:
+            columns = array("i", [k for k, _ in pairs]) + array("i", [token_id for _, token_id in pairs])
+            self._suppressed_cpu = parts.stage(self._slot, columns.tobytes()).view(2, -1)
+
+    def sample(self) -> None:
+        """Draw, and leave the ids in the relay for the next step. The logits are let go."""
+        self._attempt(self._sample)
+        self._drawable = None
+
+    def copy_out(self) -> None:
+        """Copy the results into the step's slot."""
+
+        def copy() -> None:
+            if self._results_cpu is not None:
+                results = self._parts.sampler.results
+                self._results_cpu.copy_(results[: self._results_cpu.shape[0]], non_blocking=True)
+
+        self._attempt(copy)
+
+    def read(self) -> StepOutcome:
+        """The outcome. Raises StepFailed, or EngineDead after an error that the device does not recover from."""
+        if self._error is not None:
+            if isinstance(self._error, EngineDead):
+                raise self._error
+            raise StepFailed(f"step {self._batch.step} failed: {self._error}", step=self._batch.step) from self._error
+        if self._results_cpu is None:
+            return StepOutcome(token_ids=())
+        num_samples = sum(self._batch.samples)
+        values = self._results_cpu.tolist()
+        failed = values[len(values) // 2 :][:num_samples]
+        row_errors = {}
+        if any(failed):
+            flagged = zip(self._batch.sample_indices, failed, strict=True)
+            row_errors = {index: _NOT_FINITE for index, bad in flagged if bad and index not in self._dead}
+        return StepOutcome(token_ids=tuple(values[:num_samples]), row_errors=row_errors)
+
+    def _forward_by_graph(self) -> None:
+        graphs = self._parts.decode_graphs
+        if graphs is not None:
+            self._drawable = graphs.execute(self._batch, self._block_cpu)
+
+    def _forward_by_runner(self) -> None:
+        parts = self._parts
+        if self._staged is None:
+            return
+        batch, output = parts.runner.forward(self._batch, self._staged.to(parts.device))
+        # Decode graphs count on from here; every other step says where its rows stand.
+        parts.runner.row_state.lengths.index_copy_(0, batch.rows.long(), batch.seq_lens)
+        if batch.num_samples:
+            self._drawable = Drawable(
+                logits=output.logits,
+                rows=batch.sample_rows,
+                num_rows=parts.sampler.counts[batch.num_samples : batch.num_samples + 1],
+                lengths=batch.sample_lens,
+                bucket=None,
+            )
+
+    def _sample(self) -> None:
+        drawable, sampler = self._drawable, self._parts.sampler
+        if drawable is None:
+            return
+        if self._dead_cpu is not None:
+            sampler.dead[: self._dead_cpu.shape[0]].copy_(self._dead_cpu, non_blocking=True)
+        if self._suppressed_cpu is not None:
+            at, ids = self._suppressed_cpu.to(self._parts.device, non_blocking=True).long()
+            forbidden = torch.full((), float("-inf"), dtype=drawable.logits.dtype, device=self._parts.device)
+            drawable.logits.index_put_((at, ids), forbidden)
+        if drawable.bucket is not None:
+            drawable.bucket.samples[self._kind].replay()
+        else:
+            sampler.draw(drawable.logits, drawable.rows, drawable.num_rows, drawable.lengths, self._kind)
+        self._results_cpu = self._slot.take((2 * drawable.logits.shape[0],), torch.int32)
+
+    def _attempt(self, run: Callable[[], None]) -> None:
+        if self._error is not None:
+            return
+        try:
+            with torch.inference_mode():
+                run()
+        except torch.AcceleratorError as error:
+            # A CUDA error stays with the context: nothing that follows can be trusted.
+            dead = EngineDead(f"the device failed in step {self._batch.step}: {error}")
+            dead.__cause__ = error
+            self._error = dead
+        except Exception as error:
+            self._error = error

@@ -1,0 +1,125 @@
+"""Builds everything a worker needs on its device, in the fixed order of construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ...streams.host_lane import HostLane
+from ...streams.staging import StagingRing
+from ..loader.model_config import ModelConfig
+from ..sampling.sampler import Sampler
+from ..worker import WorkerLimits
+from .model_runner import ModelRunner
+from .placement import Placement
+from .row_samplings import RowSamplings
+from .torch_step import TorchParts, TorchStep
+
+if TYPE_CHECKING:
+    from ...streams.lane import Lane
+    from ...streams.staging import Slot
+    from ..config import EngineConfig
+    from ..scheduler.schedule_batch import ScheduleBatch
+    from .tp_worker import DeviceStep
+
+# A slot holds any usual step; one that needs more (very many pages at once) gets memory of its own.
+_MAX_SLOT_BYTES: Final = 8 << 20
+_INT_BYTES: Final = 4
+
+Stage = Callable[["Slot", "bytes | bytearray"], torch.Tensor]
+MakeStep = Callable[["ScheduleBatch", "Slot"], "DeviceStep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBuild:
+    """What exists once the worker has started."""
+
+    make_step: MakeStep
+    ring: StagingRing
+    compute: Lane
+    copy: Lane
+    limits: WorkerLimits
+
+    @classmethod
+    def make_blocking(cls, config: EngineConfig, folder: Path) -> DeviceBuild:
+        """Load and allocate. Raises ConfigError."""
+        model_config = ModelConfig.from_folder(folder, max_model_len=config.max_model_len)
+        placement = Placement.resolve(config, model_config)
+        runner = ModelRunner.build_blocking(config, model_config, folder, placement)
+        memory, num_rows = runner.memory, config.max_running_requests
+        num_ints = 16 * (num_rows + 1) + config.max_prefill_tokens + 3 * num_rows * memory.max_pages_per_row
+        result_bytes = 16 * num_rows + 4096
+        slot_bytes = min(num_ints * _INT_BYTES, _MAX_SLOT_BYTES) + 2 * result_bytes
+        pinned = placement.device.type == "cuda"
+        stage = _stage_into(slot_bytes - result_bytes, pinned=pinned)
+        limits = WorkerLimits(
+            num_pages=memory.num_pages,
+            page_size=memory.page_size,
+            num_rows=num_rows,
+            max_model_len=memory.max_model_len,
+            vocab_size=model_config.vocab_size,
+        )
+        ring = StagingRing(slot_bytes, pinned=pinned)
+        if pinned:
+            make_step, compute, copy = _on_cuda(config, runner, limits, placement, stage)
+        else:
+            make_step, compute, copy = _on_cpu(config, runner, limits, placement, stage)
+        return cls(make_step=make_step, ring=ring, compute=compute, copy=copy, limits=limits)
+
+
+def _stage_into(usable_bytes: int, *, pinned: bool) -> Stage:
+    """Copies packed bytes, as int32, into the step's slot, or, beyond any usual step, into memory of their own."""
+
+    def stage(slot: Slot, packed: bytes | bytearray) -> torch.Tensor:
+        num_bytes = len(packed)
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.int32)
+        shape = (num_bytes // _INT_BYTES,)
+        if slot.used_bytes + num_bytes <= usable_bytes:
+            staged = slot.take(shape, torch.int32)
+        else:
+            staged = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
+        # bytearray: torch warns about memory that it could not write to.
+        return staged.copy_(torch.frombuffer(bytearray(packed), dtype=torch.int32))
+
+    return stage
+
+
+def _on_cpu(
+    config: EngineConfig, runner: ModelRunner, limits: WorkerLimits, placement: Placement, stage: Stage
+) -> tuple[MakeStep, Lane, Lane]:
+    """One thread is both lanes: there is nothing to copy between."""
+    parts = TorchParts(
+        runner=runner,
+        sampler=Sampler(limits.vocab_size, placement.device, row_invariant=config.row_invariant),
+        samplings=RowSamplings(),
+        vocab_size=limits.vocab_size,
+        device=placement.device,
+        stage=stage,
+    )
+    lane = HostLane("compute")
+    # On the thread that computes: OpenMP keeps the number by thread.
+    lane.submit(lambda: torch.set_num_threads(placement.num_threads))
+    return lambda batch, slot: TorchStep(parts, batch, slot), lane, lane
+
+
+def _on_cuda(
+    config: EngineConfig, runner: ModelRunner, limits: WorkerLimits, placement: Placement, stage: Stage
+) -> tuple[MakeStep, Lane, Lane]:
+    """Two streams, a sampler of kernels, and graphs for what can be captured."""
+    from ...streams.cuda_lane import CudaLane, distinct_streams
+    from .cuda_step import CudaStep
+    from .graph_build import build_cuda_parts
+
+    device = placement.device
+    parts = build_cuda_parts(config, runner, limits, device, stage)
+    compute, copy = distinct_streams(2, device)
+    return (
+        lambda batch, slot: CudaStep(parts, batch, slot),
+        CudaLane("compute", device, stream=compute),
+        CudaLane("copy", device, stream=copy),
+    )

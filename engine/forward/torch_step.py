@@ -1,0 +1,146 @@
+"""One step on the CPU's lane, in torch operations throughout: the twin of `cuda_step.py` part by part."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import StepFailed
+from ..sampling.sampler import Sampled, Sampler, SampleRequest
+from ..worker import SampleInputs, StepOutcome
+from .row_samplings import RowSamplings
+from .staged_sample import SampleBlock, StagedSample
+from .staged_step import StagedStep, pack
+
+if TYPE_CHECKING:
+    from ...streams.staging import Slot
+    from ..scheduler.schedule_batch import ScheduleBatch
+    from .forward_batch import ForwardBatch
+    from .forward_output import ForwardOutput
+    from .model_runner import ModelRunner
+
+NOT_FINITE = "the model's logits were not finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchParts:
+    """What the steps of one device share. `stage` puts packed bytes into the step's slot, as int32."""
+
+    runner: ModelRunner
+    sampler: Sampler
+    samplings: RowSamplings
+    vocab_size: int
+    device: torch.device
+    stage: Callable[[Slot, bytes | bytearray], torch.Tensor]
+
+
+class TorchStep:
+    """A step's parts in order: made and `stage_sample` on the loop thread, `forward`, `sample` and `copy_out` on the
+    lane, `read` on any thread once all that has run.
+
+    A part that fails leaves its error, the parts after it do nothing, and `read` raises StepFailed: the lane itself
+    never sees an exception, so the next step starts clean. Lifetime: until the step's ticket is complete; logits and
+    batch go as soon as they have been sampled.
+    """
+
+    def __init__(self, parts: TorchParts, batch: ScheduleBatch, slot: Slot) -> None:
+        self._parts = parts
+        self._batch = batch
+        self._slot = slot
+        parts.samplings.apply(batch.starts)
+        packed, widths = pack(batch)
+        self._inputs: StagedStep | None = StagedStep.of(parts.stage(slot, packed), widths)
+        self._forward: tuple[ForwardBatch, ForwardOutput] | None = None
+        self._sample_block: tuple[torch.Tensor, SampleBlock] | None = None
+        self._sampled: Sampled | None = None
+        self._error: Exception | None = None
+        self._dead: frozenset[int] = frozenset()
+
+    def forward(self) -> None:
+        """Take the staged integers to the device, write the row state, compute."""
+        inputs, self._inputs = self._inputs, None
+
+        def run() -> None:
+            if inputs is not None:
+                self._forward = self._parts.runner.forward(self._batch, inputs.to(self._parts.device))
+
+        self._attempt(run)
+
+    def stage_sample(self, inputs: SampleInputs) -> None:
+        """Stage what the host adds to the sample, and the room for its results."""
+        parts = self._parts
+        num_samples = sum(self._batch.samples)
+        self._dead = inputs.dead
+        if not num_samples:
+            return
+        staged = SampleBlock.make(self._batch, inputs, parts.samplings, vocab_size=parts.vocab_size)
+        self._sample_block = parts.stage(self._slot, bytearray(b"".join(staged.columns))), staged
+        self._ids_cpu = self._slot.take((num_samples,), torch.int64)
+        self._failed_cpu = self._slot.take((num_samples,), torch.bool)
+
+    def sample(self) -> None:
+        """Behind the forward: draw, and leave the ids in the relay for the next step. Logits and batch are let go."""
+        forward, self._forward = self._forward, None
+        sample_block, self._sample_block = self._sample_block, None
+
+        def run() -> None:
+            if forward is None or sample_block is None:
+                return
+            (batch, output), (block, staged) = forward, sample_block
+            state = self._parts.runner.row_state
+            on_device = StagedSample.of(block.to(self._parts.device, non_blocking=True), staged)
+            request = SampleRequest(
+                rows=batch.sample_rows,
+                lengths=batch.sample_lens,
+                random=on_device.random,
+                suppressed=on_device.suppressed,
+                needs=staged.needs,
+            )
+            sampled = self._parts.sampler.sample(output.logits, request, state.sampling)
+            relay_rows = batch.sample_rows.long() if on_device.relay_rows is None else on_device.relay_rows
+            state.relay.scatter(relay_rows, sampled.ids)
+            self._sampled = sampled
+
+        self._attempt(run)
+
+    def copy_out(self) -> None:
+        """Behind the sample: results into the step's staging slot."""
+        sampled, self._sampled = self._sampled, None
+
+        def run() -> None:
+            if sampled is not None:
+                self._ids_cpu.copy_(sampled.ids, non_blocking=True)
+                self._failed_cpu.copy_(sampled.failed, non_blocking=True)
+
+        self._attempt(run)
+
+    def read(self) -> StepOutcome:
+        """The outcome. Raises StepFailed if a part failed."""
+        if self._error is not None:
+            error = self._error
+            raise StepFailed(f"step {self._batch.step} failed: {error}", step=self._batch.step) from error
+        if not any(self._batch.samples):
+            return StepOutcome(token_ids=())
+        failed = self._failed_cpu.tolist()
+        row_errors: dict[int, str] = {}
+        if any(failed):
+            for index, bad in zip(self._batch.sample_indices, failed, strict=True):
+                if bad and index not in self._dead:
+                    row_errors[index] = NOT_FINITE
+        return StepOutcome(token_ids=tuple(self._ids_cpu.tolist()), row_errors=row_errors)
+
+    def _attempt(self, run: Callable[[], None]) -> None:
+        if self._error is not None:
+            return
+        try:
+            # Jobs run on the lane's thread, which does not inherit the submitter's mode.
+            with torch.inference_mode():
+                run()
+        except Exception as error:
+            # The frames' locals are the step's tensors: they must not live as long as the error does.
+            traceback.clear_frames(error.__traceback__)
+            self._error = error

@@ -1,0 +1,170 @@
+"""The engine on one GPU with dummy weights, in process: the numbers that engines are compared by, in one table.
+
+    python -m slipstream.profiling.bench_h200 0.6b=FOLDER 8b=FOLDER [--json FILE] [--only step ttft …]
+
+Decode step = (time of 144 outputs - time of 16 outputs) / 128 for a burst of N requests with 128-token prompts. TTFT = one
+request, 1 output, median of 7. Set = 256 requests, 100-1024 random prompt ids and outputs, temperature 0.6. Idle = 1 - union of
+kernel and copy intervals / wall, over steady decode steps. Everything greedy but the set; ignore_eos throughout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+import uvloop
+
+from ..engine.engine import Engine
+from ..engine.sampling_params import SamplingParams
+from .results import write_json
+
+STEP_ROWS = (1, 8, 32, 64, 128, 256)
+TTFT_TOKENS = (128, 1024, 4096)
+PARTS = ("step", "ttft", "ctx8192", "set", "idle")
+
+
+class Bench:
+    """One engine and the prompts for it. Prompts never repeat, so the prefix cache helps nobody unasked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._random = random.Random(0)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(1000, 100_000) for _ in range(num_tokens)]
+
+    async def burst_s(self, prompts: Sequence[list[int]], max_tokens: int) -> float:
+        """Seconds until all of these have ended."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        start = time.perf_counter()
+        await asyncio.gather(*[self.engine.complete(prompt, params) for prompt in prompts])
+        return time.perf_counter() - start
+
+    async def step_ms(self, num_rows: int, *, repeats: int = 3) -> float:
+        """Decode step in a burst, prefill and ends subtracted."""
+        times = []
+        for _ in range(repeats):
+            short = await self.burst_s([self.prompt(128) for _ in range(num_rows)], 16)
+            long = await self.burst_s([self.prompt(128) for _ in range(num_rows)], 144)
+            times.append((long - short) / 128 * 1e3)
+        return statistics.median(times)
+
+    async def step_at_context_ms(self, num_rows: int, context: int) -> float:
+        """Decode step after long prompts of its own for each row; they come out of the prefix cache in both timed runs."""
+        prompts = [self.prompt(context) for _ in range(num_rows)]
+        await self.burst_s(prompts, 1)
+        short = await self.burst_s(prompts, 16)
+        long = await self.burst_s(prompts, 144)
+        return (long - short) / 128 * 1e3
+
+    async def ttft_ms(self, num_tokens: int, *, repeats: int = 7) -> float:
+        """One request alone, one output."""
+        await self.burst_s([self.prompt(num_tokens)], 1)
+        return statistics.median([await self.burst_s([self.prompt(num_tokens)], 1) * 1e3 for _ in range(repeats)])
+
+    async def set_tok_s(self) -> float:
+        """Output tokens a second of 256 ragged requests at once."""
+        choose = random.Random(0)
+        sizes = [(choose.randint(100, 1024), choose.randint(100, 1024)) for _ in range(256)]
+        jobs = [
+            self.engine.complete(
+                self.prompt(num_prompt), SamplingParams(max_tokens=num_outputs, temperature=0.6, ignore_eos=True, seed=0)
+            )
+            for num_prompt, num_outputs in sizes
+        ]
+        start = time.perf_counter()
+        await asyncio.gather(*jobs)
+        return sum(num_outputs for _, num_outputs in sizes) / (time.perf_counter() - start)
+
+    async def idle_pct(self, num_rows: int, *, steps: int = 200) -> dict[str, float]:
+        """Share of a steady stretch in which the device does nothing, and the step time with and without the trace."""
+        import torch
+
+        params = SamplingParams(max_tokens=2 * steps + 100, temperature=0.0, ignore_eos=True)
+        jobs = asyncio.gather(*[self.engine.complete(self.prompt(128), params) for _ in range(num_rows)])
+        await self._steps(32)
+        untraced_ms = await self._steps(steps // 2) / (steps // 2) * 1e3
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            await self._steps(steps)
+        traced = profile.events() or []
+        spans = sorted((event.time_range.start, event.time_range.end) for event in traced if _on_device(event))
+        await jobs
+        if not spans:
+            return {"idle_pct": float("nan"), "step_ms": untraced_ms}
+        busy, end = 0.0, spans[0][0]
+        for start, stop in spans:
+            busy += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        wall = end - spans[0][0]
+        return {"idle_pct": 100 * (1 - busy / wall), "step_ms": untraced_ms, "traced_step_ms": wall / 1e3 / steps}
+
+    async def _steps(self, count: int) -> float:
+        """Seconds that `count` more steps take."""
+        start, first = time.perf_counter(), self.engine.num_settled_steps
+        while self.engine.num_settled_steps < first + count:
+            await asyncio.sleep(0)
+        return time.perf_counter() - start
+
+
+def _on_device(event: object) -> bool:
+    return str(getattr(event, "device_type", "")).endswith("CUDA")
+
+
+async def measure(name: str, folder: str, parts: Sequence[str], settings: dict[str, object]) -> dict[str, object]:
+    """All asked-for numbers of one shape."""
+    start = time.perf_counter()
+    engine = Engine(model=folder, load_format="dummy", skip_tokenizer=True, max_model_len=16_384, **settings)
+    async with engine:
+        results: dict[str, object] = {"ready_s": time.perf_counter() - start}
+        print(f"{name}: ready after {results['ready_s']:.1f} s", flush=True)
+        bench = Bench(engine)
+        await bench.burst_s([bench.prompt(128) for _ in range(8)], 32)
+        if "step" in parts:
+            steps = {}
+            for num_rows in STEP_ROWS:
+                steps[str(num_rows)] = await bench.step_ms(num_rows)
+                print(f"{name}: step at {num_rows:3} rows {steps[str(num_rows)]:.3f} ms", flush=True)
+            results["step_ms"] = steps
+        if "ttft" in parts:
+            results["ttft_ms"] = {str(tokens): await bench.ttft_ms(tokens) for tokens in TTFT_TOKENS}
+            print(f"{name}: TTFT {results['ttft_ms']}", flush=True)
+        if "ctx8192" in parts:
+            results["ctx8192_ms"] = await bench.step_at_context_ms(32, 8192)
+            print(f"{name}: step at 32 rows of context 8192 {results['ctx8192_ms']:.2f} ms", flush=True)
+        if "set" in parts:
+            results["set_tok_s"] = await bench.set_tok_s()
+            print(f"{name}: set {results['set_tok_s']:.0f} tok/s", flush=True)
+        if "idle" in parts:
+            idle = await bench.idle_pct(8)
+            results.update(idle_pct=idle["idle_pct"], idle=idle)
+            print(f"{name}: idle {idle}", flush=True)
+        print(f"{name}: {engine.stats}", flush=True)
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this benchmark."""
+    parser = argparse.ArgumentParser(prog="bench_h200", description=__doc__.splitlines()[0])
+    parser.add_argument("shapes", nargs="+", help="NAME=FOLDER, such as 0.6b=models/qwen06b")
+    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
+    options = parser.parse_args(arguments)
+    settings: dict[str, object] = {}
+    for setting in options.set:
+        key, value = setting.split("=", 1)
+        settings[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+    results = {}
+    for shape in options.shapes:
+        name, folder = shape.split("=", 1)
+        results[name] = uvloop.run(measure(name, folder, options.only, settings))
+    if options.json:
+        write_json(options.json, "h200", results)
+
+
+if __name__ == "__main__":
+    main()

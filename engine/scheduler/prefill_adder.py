@@ -48,8 +48,9 @@ class PrefillAdder:
         self._lineup = lineup
         self._ratio = ratio
         num_decode = len(lineup.decodes)
-        self._chunk_tokens = chunk_tokens - num_decode
-        self._input_tokens = input_tokens - num_decode
+        # A step full of decode rows must not starve the prompts: one page at least.
+        self._chunk_tokens = max(chunk_tokens - num_decode, memory.page_size)
+        self._input_tokens = max(input_tokens - num_decode, memory.page_size)
         self._running = running
         self._reserved_pages: int | None = None  # summed on first need: most steps admit nobody
 
@@ -59,8 +60,7 @@ class PrefillAdder:
 
     def continue_chunk(self, request: Request) -> None:
         """Take the next piece of the prompt that is under way. It always moves while a page of room is left."""
-        # A step full of decode rows must not starve it: one page at least.
-        budget = max(min(self._chunk_tokens, self._input_tokens), self._memory.page_size)
+        budget = min(self._chunk_tokens, self._input_tokens)
         room = request.num_slots + self._memory.num_available_pages * self._memory.page_size - request.num_planned
         self._take(request, min(budget, room))
 

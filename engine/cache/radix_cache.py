@@ -91,7 +91,9 @@ class RadixCache:
         path, partial, num_partial_pages = self._walk(ids, salt)
         if partial is not None:
             path.append(self._split(partial, num_partial_pages))
-        pages = [page for node in path for page in node.pages]
+        pages: list[int] = []
+        for node in path:
+            pages.extend(node.pages)
         return Match(node=path[-1] if path else self._root, pages=pages, num_tokens=len(pages) * self.page_size)
 
     def match_length(self, ids: bytes, salt: str | None = None) -> int:
@@ -171,8 +173,8 @@ class RadixCache:
             own = list(pages[num_matched : num_matched + len(node.pages)])
             # Usually the request's pages are the tree's already: one comparison in C settles a node.
             if own != node.pages:
-                both = enumerate(zip(own, node.pages, strict=True), num_matched)
-                duplicates += [DuplicatePage(at, mine, tree) for at, (mine, tree) in both if mine != tree]
+                triples = zip(range(num_matched, num_pages), own, node.pages, strict=False)
+                duplicates += [DuplicatePage._make(triple) for triple in triples if triple[1] != triple[2]]
             num_matched += len(node.pages)
         node = path[-1] if path else self._root
         if num_matched < num_pages:

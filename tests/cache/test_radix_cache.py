@@ -240,6 +240,39 @@ def test_pages_that_a_launched_step_may_still_read_are_evicted_only_after_its_co
     assert allocator.num_held == 0
 
 
+def test_a_step_in_flight_protects_what_it_names_through_inserts_and_splits() -> None:
+    allocator, cache = cached()
+    store(allocator, cache, [1, 2, 3, 4], last_step=None)
+    store(allocator, cache, [1, 2, 3, 4], last_step=0)
+    cache.match(encoded(1, 2))
+    assert cache.evict(4) == 0
+    allocator.commit(0)
+    store(allocator, cache, [1, 2, 3, 4], last_step=1)
+    allocator.commit(1)
+    # Step 2 names the branch and its prefix; the other branch is free to go.
+    store(allocator, cache, [1, 2, 9], last_step=2)
+    assert cache.evict(100) == 2
+    assert cached_tokens(cache, [1, 2, 9]) == 3
+
+
+def test_both_halves_of_a_split_node_wait_for_its_step() -> None:
+    allocator, cache = cached()
+    store(allocator, cache, [1, 2, 3, 4], last_step=5)
+    cache.match(encoded(1, 2))
+    cache.flush()
+    assert allocator.held_pages() == {5: (3, 4, 1, 2)}
+
+
+def test_a_prefix_is_as_urgent_as_the_most_urgent_request_that_inserted_it() -> None:
+    allocator, cache = cached(policy="priority")
+    store(allocator, cache, [1, 2], priority=0)
+    store(allocator, cache, [8, 9], priority=1)
+    store(allocator, cache, [1, 2], priority=2)
+    store(allocator, cache, [1, 2], priority=0)
+    assert cache.evict(2) == 2
+    assert (cached_tokens(cache, [1, 2]), cached_tokens(cache, [8, 9])) == (2, 0)
+
+
 def three_prefixes(policy: EvictionPolicy) -> tuple[PageAllocator, RadixCache]:
     """A is the oldest, most used and most urgent; B and C are used equally often, B longer ago."""
     allocator, cache = cached(policy=policy)

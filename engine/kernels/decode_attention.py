@@ -69,20 +69,21 @@ def _combine(
     weight = tl.zeros([GB], tl.float32)
     acc = tl.zeros([GB, D], tl.float32)
     for start in range(first_program, last_program + 1, PARTS):
-        program = start + tl.arange(0, PARTS)
-        there = (program <= last_program)[:, None] & (g < G)[None, :]
-        slot = program * 2 + tl.where(program == first_program, first_slot, 0)
-        at = slot[:, None] * G + g[None, :]
-        part_best = tl.load(partial_stats_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
-        part_weight = tl.load(partial_stats_ptr + num_slots * G + at, mask=there, other=0.0, cache_modifier=".cg")
-        part = tl.load(partial_out_ptr + at[:, :, None] * D + d[None, None, :], mask=there[:, :, None], other=0.0,
-                       cache_modifier=".cg")  # fmt: skip
-        new_best = tl.maximum(best, tl.max(part_best, axis=0))
-        shrink = tl.exp2(best - new_best)
-        factor = tl.exp2(part_best - new_best[None, :])
-        weight = weight * shrink + tl.sum(part_weight * factor, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(part * factor[:, :, None], axis=0)
-        best = new_best
+        # Unrolled, so that the loads of all these parts are in flight together.
+        for part in tl.static_range(PARTS):
+            program = start + part
+            there = (g < G) & (program <= last_program)
+            at = (program * 2 + tl.where(program == first_program, first_slot, 0)) * G + g
+            part_best = tl.load(partial_stats_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+            part_weight = tl.load(partial_stats_ptr + num_slots * G + at, mask=there, other=0.0, cache_modifier=".cg")
+            values = tl.load(partial_out_ptr + at[:, None] * D + d[None, :], mask=there[:, None], other=0.0,
+                             cache_modifier=".cg")  # fmt: skip
+            new_best = tl.maximum(best, part_best)
+            shrink = tl.exp2(best - new_best)
+            factor = tl.exp2(part_best - new_best)
+            weight = weight * shrink + part_weight * factor
+            acc = acc * shrink[:, None] + values * factor[:, None]
+            best = new_best
     result = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
     tl.store(out_ptr + g[:, None] * D + d[None, :], result, mask=(g < G)[:, None])
 
@@ -91,7 +92,7 @@ def _combine(
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr,
     plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, eps, q_stride, out_stride, table_stride,
-    HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     ROPE: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -106,62 +107,62 @@ def _decode_kernel(
     block = tl.load(plan_ptr + program * 4 + 2)
     left = tl.load(plan_ptr + program * 4 + 3)
     share = tl.load(share_ptr)
+    seq_len = tl.load(seq_lens_ptr + row)
+    request = tl.load(rows_ptr + row).to(tl.int64)
     if AHEAD:
         if left > 0:
             t = block * BT + tl.arange(0, BT)
-            cached = t < tl.load(seq_lens_ptr + row) - 1
-            request = tl.load(rows_ptr + row).to(tl.int64)
+            cached = t < seq_len - 1
             page = tl.load(table_ptr + request * table_stride + t // PAGE, mask=cached, other=0).to(tl.int64)
             line = tl.arange(0, D // 64) * 64
             at = (page * PAGE + t % PAGE)[:, None] * kv_stride + head * D + line[None, :]
             prefetch_l2(k_ptr + at, PDL)
             prefetch_l2(v_ptr + at, PDL)
+            if ROPE:
+                prefetch_l2(cos_sin_ptr + tl.maximum(seq_len - 1, 0) * D + tl.arange(0, D // 32) * 32, PDL)
+            if NORM:
+                prefetch_l2(q_norm_ptr + line, PDL)
+                prefetch_l2(k_norm_ptr + line, PDL)
         wait_for_inputs(PDL)
         release_dependents(PDL)
     flat = program * share
     is_first = 1
-    g = tl.arange(0, GP)
+    g = tl.arange(0, GB)
     d = tl.arange(0, D)
+    in_group = (g < G)[:, None]
     while left > 0:
-        seq_len = tl.load(seq_lens_ptr + row)
-        request = tl.load(rows_ptr + row).to(tl.int64)
         num_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
         last = tl.minimum(num_blocks, block + left)
-        best = tl.full([GP], -1e30, tl.float32)
-        weight = tl.zeros([GP], tl.float32)
-        acc = tl.zeros([GP, D], tl.float32)
-        in_group = (g < G)[:, None]
-        query = q_ptr + row.to(tl.int64) * q_stride + (head * G + g)[:, None] * D
+        best = tl.full([GB], -1e30, tl.float32)
+        weight = tl.zeros([GB], tl.float32)
+        acc = tl.zeros([GB, D], tl.float32)
         table = table_ptr + request * table_stride
+        query = q_ptr + row.to(tl.int64) * q_stride + (head * G + g)[:, None] * D
         limit = seq_len
         if ROPE:
+            # The new token is not in the pool yet: whoever ends the sequence writes it there and attends to it here.
             position = tl.maximum(seq_len - 1, 0)
+            limit = position
+            ends = (last == num_blocks) & (seq_len > 0)
+            one = tl.zeros([1, 1], tl.int32)
+            new = q_ptr + row.to(tl.int64) * q_stride + (HQ + head) * D + one
+            new_page = tl.load(table + position // PAGE, mask=ends, other=0).to(tl.int64)
+            v_new = tl.load(new + HK * D + d[None, :], mask=ends, other=0.0)
+            k_new = _rotated(new, k_norm_ptr, cos_sin_ptr, position, ends & (one == 0), eps, D, NORM)
             q = _rotated(query, q_norm_ptr, cos_sin_ptr, position, in_group, eps, D, NORM)
-            limit = seq_len - 1
+            new_slot = (new_page * PAGE + position % PAGE) * kv_stride + head * D + one + d[None, :]
+            tl.store(k_ptr + new_slot, k_new, mask=ends)
+            tl.store(v_ptr + new_slot, v_new, mask=ends)
+            score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+            best = tl.where(ends, score, best)
+            weight = tl.where(ends, 1.0, weight)
+            acc += v_new.to(tl.float32)
         else:
             q = tl.load(query + d[None, :], mask=in_group, other=0.0)
         best, weight, acc = _attend(
             q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
             D, PAGE, BT, STAGES,
         )  # fmt: skip
-        if ROPE:  # noqa: SIM102 - known at compile time, unlike the inner one
-            if (last == num_blocks) & (seq_len > 0):
-                # The new token is not in the pool yet: whoever ends the sequence writes it there and attends to it here.
-                packed = q_ptr + row.to(tl.int64) * q_stride + (HQ + head) * D
-                one = tl.arange(0, 1)[:, None]
-                k_new = _rotated(packed + one, k_norm_ptr, cos_sin_ptr, position, one < 1, eps, D, NORM)
-                v_new = tl.load(packed + HK * D + one + d[None, :])
-                page = tl.load(table + position // PAGE).to(tl.int64)
-                slot = (page * PAGE + position % PAGE) * kv_stride + head * D
-                tl.store(k_ptr + slot + one + d[None, :], k_new)
-                tl.store(v_ptr + slot + one + d[None, :], v_new)
-                score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-                new_best = tl.maximum(best, score)
-                shrink = tl.exp2(best - new_best)
-                p = tl.exp2(score - new_best)
-                weight = weight * shrink + p
-                acc = acc * shrink[:, None] + p[:, None] * v_new.to(tl.float32)
-                best = new_best
         target = out_ptr + row.to(tl.int64) * out_stride + head * G * D
         if (block == 0) & (last == num_blocks):
             result = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
@@ -190,6 +191,8 @@ def _decode_kernel(
         head += 1
         row = tl.where(head == HK, row + 1, row)
         head = tl.where(head == HK, 0, head)
+        seq_len = tl.load(seq_lens_ptr + row, mask=left > 0, other=0)
+        request = tl.load(rows_ptr + row, mask=left > 0, other=0).to(tl.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,8 +248,8 @@ def decode_attention(
         workspace.plan, workspace.share, workspace.partial_out, workspace.partial_stats, workspace.arrivals,
         (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
         q.stride(0), out.stride(0), page_table.stride(0),
-        HQ=heads, HK=num_kv_heads, G=group, GP=max(16, group_block), GB=group_block, D=head_dim, PAGE=page_size,
-        BT=workspace.block_tokens, PARTS=max(2, 8192 // (group_block * head_dim) // 2), STAGES=workspace.stages,
+        HQ=heads, HK=num_kv_heads, G=group, GB=group_block, D=head_dim, PAGE=page_size,
+        BT=workspace.block_tokens, PARTS=max(2, min(16, 4096 // (group_block * head_dim))), STAGES=workspace.stages,
         ROPE=rope is not None, NORM=rope is not None and rope.q_norm is not None, AHEAD=ahead and DEPENDENT,
         PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
     )  # fmt: skip

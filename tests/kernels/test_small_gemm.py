@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.engine.kernels.gemv import gemv
+from slipstream.engine.kernels.resident_gemm import ResidentConfig, resident_gemm
 from slipstream.engine.kernels.small_gemm import GemmConfig, make_split_workspace, small_gemm
 
 EPS = 1e-6
@@ -52,6 +53,20 @@ def test_small_gemm_equals_float64(rows, features, width, with_norm, silu_mul, a
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("with_norm", "silu_mul", "add"), FUSIONS)
+@pytest.mark.parametrize(("rows", "features", "width", "block_n"), [(1, 40, 80, 16), (5, 20, 64, 8), (17, 70, 200, 32)])
+def test_resident_gemm_equals_float64(rows, features, width, block_n, with_norm, silu_mul, add):
+    x = torch.randn(rows, width + 3)[:, :width]
+    weight = torch.randn(features * (2 if silu_mul else 1), width) / 8
+    norm = torch.randn(width) if with_norm else None
+    residual = torch.randn(rows, features)
+    out = residual.clone() if add else torch.full((rows, features), float("nan"))
+    config = ResidentConfig(block_n=block_n, num_warps=2)
+    resident_gemm(x, weight, config, out=out, norm=norm, eps=EPS, silu_mul=silu_mul, add=add)
+    expected = reference(x, weight, norm, silu_mul, residual if add else None)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "width", "split_k"), [(1, 96, 3), (9, 64, 2), (4, 80, 4)])
 def test_a_split_sum_equals_float64_and_leaves_its_counters_at_zero(rows, width, split_k, add):
@@ -74,5 +89,7 @@ def test_what_the_kernels_cannot_do_is_refused():
         gemv(x[:1], weight, add=True)
     with pytest.raises(ValueError, match="split sum needs"):
         small_gemm(x, weight, GemmConfig(block_n=16, block_k=16, split_k=2))
+    with pytest.raises(ValueError, match="1 to 32 rows of up to 4096, got 33 of 16"):
+        resident_gemm(torch.randn(33, 16), weight, ResidentConfig(block_n=16))
     with pytest.raises(ValueError, match="1 to 64 rows, got 65"):
         small_gemm(torch.randn(65, 16), weight, GemmConfig(block_n=16, block_k=16))

@@ -76,6 +76,7 @@ FRONT_FLAGS: Mapping[str, Flag] = {
     "body_timeout_s": Flag("Seconds for a request body to arrive in full."),
     "ping_interval_s": Flag("Seconds of silence on a stream after which a comment is sent."),
     "write_timeout_s": Flag("Seconds that a client which does not read may hold up one write."),
+    "stuck_after_s": Flag("Seconds without the end of a step, while requests run, after which /health says so."),
     "max_pending_chars": Flag("Characters kept for a client that reads slower than its tokens come."),
 }
 _DEFAULTS: Mapping[str, object] = {"model": DEMO_MODEL}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from time import perf_counter
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,14 +15,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..engine.engine import Engine
+from ..engine.engine import Engine, EngineState
 from .endpoint import Call, Endpoint, Handler, request_id_of
 from .failures import Refused, failure_of
+from .fan_out import FanOut
 from .front import Front
 from .metrics import CONTENT_TYPE, FrontMetrics
 from .native import abort_request, detokenize, generate, json_response, server_info, tokenize
 from .openai_chat import chat_completions
 from .openai_completions import completions
+from .progress import Progress
 from .settings import FrontSettings
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # for probes and scrapers, which carry no key
@@ -45,11 +48,15 @@ def create_app(
     """
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
     names = names or (engine.model_name,)
+    settings = settings if settings is not None else FrontSettings()
+    counters = FrontMetrics(names[0])
     front = Front(
         engine=engine,
         model_names=names,
-        settings=settings if settings is not None else FrontSettings(),
-        metrics=FrontMetrics(names[0]),
+        settings=settings,
+        metrics=counters,
+        fan_out=FanOut(counters.loop_lag_s),
+        progress=Progress(settings.stuck_after_s),
     )
     keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())
     middleware = [Middleware(KeyGate, keys=keys, admin_key=admin_key)]
@@ -121,9 +128,11 @@ class KeyGate:
 
 
 async def health(front: Front, call: Call) -> Response:
-    """Whether the process should live: 200 from the first moment until the engine dies."""
-    alive = front.engine.state.is_alive
-    return json_response({"status": front.engine.state.value}, 200 if alive else 503)
+    """Whether the process should live: 200 from the first moment until the engine dies or no step ends any more."""
+    state = front.engine.state
+    if state in (EngineState.READY, EngineState.DRAINING) and front.progress.is_stuck(front.engine, perf_counter()):
+        return json_response({"status": "stuck"}, 503)
+    return json_response({"status": state.value}, 200 if state.is_alive else 503)
 
 
 async def ready(front: Front, call: Call) -> Response:

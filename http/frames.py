@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import orjson
 
 from ..engine.outputs import Finished, Usage
+from .failures import Failure
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -35,32 +36,45 @@ class Collected:
 class Shape(Protocol):
     """What one API makes of a request's choices; made per request, so that ids and names are baked in."""
 
-    wants_ids: bool  # frames carry the token ids too, as "output_ids" right after the text
-    continuous_usage: bool  # each frame carries the usage so far
+    wants_ids: bool  # frames by template carry the token ids too, as "output_ids" right after the text
 
     def opening(self, index: int) -> bytes:
         """The frame that goes before a choice's first one, or nothing."""
         ...
 
-    def text(self, index: int) -> Template:
-        """The frame of a piece of text. With `continuous_usage` its tail ends where `usage_tail` goes on."""
+    def text(self, index: int) -> Template | None:
+        """The template for a piece of text; None where more than the text differs from frame to frame."""
         ...
 
-    def usage_tail(self, usage: Usage) -> bytes:
-        """The end of a text frame, with the usage so far."""
+    def frame(self, index: int, text: str, usage: Callable[[], Usage]) -> bytes:
+        """The frame of a piece of text where there is no template. `usage` tells the request's so far."""
         ...
 
-    def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:
-        """A choice's last frame. `usage` is the request's so far where `continuous_usage` asks for it."""
+    def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
+        """A choice's last frame."""
         ...
 
     def ending(self, usage: Usage) -> bytes:
         """What follows the last choice: a usage chunk if asked for, and the end mark."""
         ...
 
+    def error(self, failure: Failure) -> bytes:
+        """What a stream that fails ends with."""
+        ...
+
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
         ...
+
+
+class PlainEnding:
+    """How most APIs end a stream."""
+
+    def ending(self, usage: Usage) -> bytes:
+        return DONE
+
+    def error(self, failure: Failure) -> bytes:
+        return b"data: " + failure.body() + b"\n\n"
 
 
 def event(chunk: Mapping[str, object]) -> bytes:

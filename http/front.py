@@ -12,6 +12,7 @@ from ..engine.errors import EngineDead, Overloaded
 from .failures import model_not_found, not_ready
 from .fan_out import FanOut
 from .metrics import FrontMetrics
+from .progress import Progress
 from .settings import FrontSettings
 
 
@@ -29,7 +30,8 @@ class Front:
     model_names: tuple[str, ...]
     settings: FrontSettings
     metrics: FrontMetrics
-    fan_out: FanOut = field(default_factory=FanOut)
+    fan_out: FanOut
+    progress: Progress
     live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it
     created: int = field(default_factory=lambda: int(time.time()))
 

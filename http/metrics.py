@@ -20,6 +20,7 @@ PREFIX = "slipstream:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 10)
+_LOOP_LAG_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 
@@ -59,6 +60,8 @@ class FrontMetrics:
         self.first_token_s = Histogram(_FIRST_TOKEN_S)  # accept to the first frame's write
         self.inter_token_s = Histogram(_INTER_TOKEN_S)  # between a choice's frames at the socket
         self.request_s = Histogram(_REQUEST_S)
+        self.loop_lag_s = Histogram(_LOOP_LAG_S)  # from a token's push to its turn in the fan-out
+        self.num_frames = 0  # text frames written; fewer than tokens where output coalesced
         self.finished: Counter[str] = Counter()  # choices by finish reason
         self.failed: Counter[str] = Counter()  # requests by error code
         self.refused: Counter[int] = Counter()  # requests answered with an error, by status
@@ -112,6 +115,7 @@ class _Snapshot(Collector):
             ("time_to_first_token_seconds", "From accept to the first write.", metrics.first_token_s),
             ("inter_token_latency_seconds", "Between a stream's frames at the socket.", metrics.inter_token_s),
             ("e2e_request_latency_seconds", "From accept to the last write.", metrics.request_s),
+            ("loop_lag_seconds", "From a token to its turn in the fan-out.", metrics.loop_lag_s),
         ):
             family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
             buckets, total = histogram.cumulative()
@@ -139,6 +143,7 @@ class _Snapshot(Collector):
             refusals.add_metric([metrics.model_name, str(status)], count)
         yield refusals
         for name, text, value in (
+            ("stream_frames", "Text frames streamed; fewer than tokens where output coalesced.", metrics.num_frames),
             ("num_hang_ups", "Requests whose client went away before the end.", metrics.num_hang_ups),
             ("num_write_timeouts", "Streams cut because the client did not read.", metrics.num_write_timeouts),
         ):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from ..engine.errors import RequestError
+from ..engine.errors import MisuseError, RequestError
 from ..engine.outputs import Finished, Usage
 from ..engine.sampling_params import SamplingParams
 from .bodies import ChatMessage, IdPrompt, RequestId, Stop, Strict, TextPrompt
 from .endpoint import Call, answer
-from .frames import DONE, TEXT, Collected, Template, event, template
+from .frames import TEXT, Collected, PlainEnding, Template, event, template
 from .front import Front
 from .openai_chat import template_message
 from .prompts import encode_chat, encode_prompts
@@ -162,11 +162,10 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-class NativeShape:
+class NativeShape(PlainEnding):
     """SGLang's fields, with the new text and ids in each event instead of all so far."""
 
     wants_ids = True
-    continuous_usage = False
 
     def __init__(self, request_id: str, *, is_list: bool) -> None:
         self._request_id = request_id
@@ -179,14 +178,11 @@ class NativeShape:
         whole = template({"index": index, "text": TEXT, "output_ids": [], "meta_info": None})
         return Template(whole.head, whole.tail.removeprefix(b',"output_ids":[]'))
 
-    def usage_tail(self, usage: Usage) -> bytes:
-        return b""
+    def frame(self, index: int, text: str, usage: Callable[[], Usage]) -> bytes:
+        raise MisuseError("frames of this shape come from the template")
 
-    def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:
+    def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
         return event({"index": index, "text": "", "output_ids": [], "meta_info": self._meta_info(end)})
-
-    def ending(self, usage: Usage) -> bytes:
-        return DONE
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         answers = [

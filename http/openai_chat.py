@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ..engine.outputs import Finished, Usage
 from .bodies import ChatBody, ChatMessage, GenerationBody
 from .endpoint import Call, answer
-from .frames import TEXT, Collected, Template, event
+from .frames import Collected, event
 from .front import Front
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
@@ -54,13 +54,10 @@ class ChatShape(OpenAiShape):
             self._base["object"] = "chat.completion"
 
     def opening(self, index: int) -> bytes:
-        return event(self.chunk([_delta(index, {"role": "assistant", "content": ""}, None)]))
+        return event(self.chunk([_choice(index, {"role": "assistant", "content": ""}, None)]))
 
-    def text(self, index: int) -> Template:
-        return self.cut(_delta(index, {"content": TEXT}, None))
-
-    def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:
-        return event(self.chunk([_delta(index, {}, end)], usage))
+    def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
+        return _choice(index, {"content": text} if end is None else {}, end)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         return self.body(
@@ -78,7 +75,7 @@ class ChatShape(OpenAiShape):
         )
 
 
-def _delta(index: int, delta: dict[str, object], end: Finished | None) -> dict[str, object]:
+def _choice(index: int, delta: dict[str, object], end: Finished | None) -> dict[str, object]:
     choice: dict[str, object] = {
         "index": index,
         "delta": delta,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import orjson
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from ..engine.errors import RequestError
 from ..engine.outputs import Finished, Usage
 from .bodies import CompletionBody, GenerationBody
 from .endpoint import Call, answer
-from .frames import DONE, TEXT, Collected, Template, event, template, usage_fields
+from .frames import DONE, TEXT, Collected, PlainEnding, Template, event, template, usage_fields
 from .front import Front
 from .prompts import encode_prompts
 from .request_body import checked, read_json
@@ -39,16 +40,19 @@ async def completions(front: Front, call: Call) -> Response:
     return await answer(front, call, shape, jobs, stream=body.stream)
 
 
-class OpenAiShape:
-    """What completions and chat completions share: usage and the end mark."""
+class OpenAiShape(PlainEnding, ABC):
+    """What completions and chat completions share: chunks of choices, usage and the end mark."""
 
     wants_ids = False
 
     def __init__(self, body: GenerationBody, *, response_id: str, model: str, kind: str) -> None:
-        self.continuous_usage = body.continuous_usage
+        self._counts_usage = body.continuous_usage
         self._includes_usage = body.include_usage
-        self._kind = kind
         self._base = {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
+        """One choice of a chunk: a piece of text, or its end."""
 
     def chunk(self, choices: list[dict[str, object]], usage: Usage | None = None) -> dict[str, object]:
         """One chunk; with usage on request, every chunk has the key."""
@@ -57,15 +61,14 @@ class OpenAiShape:
             chunk["usage"] = None if usage is None else usage_fields(usage)
         return chunk
 
-    def cut(self, choice: dict[str, object]) -> Template:
-        """The template of `choice`; with continuous usage its tail ends before the usage's value."""
-        whole = template(self.chunk([choice]))
-        if not self.continuous_usage:
-            return whole
-        return Template(whole.head, whole.tail.removesuffix(b"null}\n\n"))
+    def text(self, index: int) -> Template | None:
+        return None if self._counts_usage else template(self.chunk([self.piece(index, TEXT, None)]))
 
-    def usage_tail(self, usage: Usage) -> bytes:
-        return orjson.dumps(usage_fields(usage)) + b"}\n\n"
+    def frame(self, index: int, text: str, usage: Callable[[], Usage]) -> bytes:
+        return event(self.chunk([self.piece(index, text, None)], usage()))
+
+    def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
+        return event(self.chunk([self.piece(index, "", end)], usage() if self._counts_usage else None))
 
     def ending(self, usage: Usage) -> bytes:
         return (event(self.chunk([], usage)) if self._includes_usage else b"") + DONE
@@ -86,23 +89,16 @@ class CompletionShape(OpenAiShape):
     def opening(self, index: int) -> bytes:
         return b""
 
-    def text(self, index: int) -> Template:
-        return self.cut(_choice(index, TEXT, None))
-
-    def closing(self, index: int, end: Finished, usage: Usage | None) -> bytes:
-        return event(self.chunk([_choice(index, "", end)], usage))
+    def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
+        piece: dict[str, object] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None if end is None else end.reason,
+        }
+        if end is not None:
+            piece["stop_reason"] = end.stop_reason
+        return piece
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return self.body([_choice(choice.index, choice.text, choice.end) for choice in choices], usage)
-
-
-def _choice(index: int, text: str, end: Finished | None) -> dict[str, object]:
-    choice: dict[str, object] = {
-        "index": index,
-        "text": text,
-        "logprobs": None,
-        "finish_reason": None if end is None else end.reason,
-    }
-    if end is not None:
-        choice["stop_reason"] = end.stop_reason
-    return choice
+        return self.body([self.piece(choice.index, choice.text, choice.end) for choice in choices], usage)

@@ -19,6 +19,7 @@ class FrontSettings:
     body_timeout_s: float = 30.0  # for a body to arrive in full
     ping_interval_s: float = 10.0  # silence on a stream after which a comment is sent
     write_timeout_s: float = 30.0  # for one write to a client that does not read
+    stuck_after_s: float = 120.0  # without a step's end while requests run: /health says so
     max_pending_chars: int = 1 << 18  # text kept for a client that reads slower than its tokens come
 
     def __post_init__(self) -> None:

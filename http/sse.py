@@ -35,8 +35,6 @@ class Choice:
     """One choice of a stream: the engine's sink, and the text that is not written yet."""
 
     __slots__ = (
-        "_counts_usage",
-        "_head",
         "_ids",
         "_index",
         "_is_marked",
@@ -45,7 +43,7 @@ class Choice:
         "_num_prompt_tokens",
         "_observe_gap",
         "_stream",
-        "_tail",
+        "_template",
         "ended",
         "pending",
     )
@@ -53,9 +51,8 @@ class Choice:
     def __init__(self, stream: SseResponse, shape: Shape, index: int, num_prompt_tokens: int) -> None:
         self._stream = stream
         self._index = index
-        self._head, self._tail = shape.text(index)
+        self._template = shape.text(index)
         self._ids: list[int] | None = [] if shape.wants_ids else None
-        self._counts_usage = shape.continuous_usage
         self._observe_gap = stream.front.metrics.inter_token_s.observe
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = 0
@@ -101,17 +98,19 @@ class Choice:
             self._observe_gap(now - self._last_at)
         self._last_at = now
         if self.pending or self._ids:
-            frames += self._head + orjson.dumps(self.pending)
-            self.pending = ""
-            if self._ids is not None:
-                frames += b',"output_ids":' + orjson.dumps(self._ids)
+            stream.front.metrics.num_frames += 1
+            template = self._template
+            if template is None:
+                frames += shape.frame(self._index, self.pending, stream.usage)
+            elif self._ids is None:
+                frames += template.head + orjson.dumps(self.pending) + template.tail
+            else:
+                ids = b',"output_ids":' + orjson.dumps(self._ids)
+                frames += template.head + orjson.dumps(self.pending) + ids + template.tail
                 self._ids.clear()
-            frames += self._tail
-            if self._counts_usage:
-                frames += shape.usage_tail(stream.usage())
+            self.pending = ""
         if isinstance(self.ended, Finished):
-            usage = stream.usage() if self._counts_usage else None
-            frames += shape.closing(self._index, self.ended, usage)
+            frames += shape.closing(self._index, self.ended, stream.usage)
         return frames
 
 
@@ -239,8 +238,7 @@ class SseResponse(Response):
     def _last_words(self) -> bytes:
         if self._error is None:
             return self._shape.ending(self.usage())
-        failure = failure_of(self._error, self._request_id)
-        return b"data: " + failure.body() + b"\n\n"
+        return self._shape.error(failure_of(self._error, self._request_id))
 
     @property
     def _is_over(self) -> bool:

@@ -44,7 +44,7 @@ class Submission:
         front.check_open()
         try:
             for job, sink in zip(jobs, sinks, strict=True):
-                self._handles.append(front.engine.submit(job.prompt_ids, job.params, sink))
+                self._handles.append(front.engine.submit(job.prompt_ids, job.params, sink, request_id=request_id))
         except BaseException:
             self.abort()
             raise

@@ -52,6 +52,22 @@ async def test_a_dead_engine_is_unhealthy_and_every_client_hears_of_it(
         assert (await served.post("/v1/completions", LONG)).json["error"]["code"] == "engine_dead"
 
 
+async def test_a_step_that_never_ends_turns_health_red(serving: Any) -> None:
+    front = FrontSettings(stuck_after_s=0.1)
+    async with serving(Script(step_time_s=0.5), front=front) as served:
+        assert (await served.ask("GET", "/health")).status == 200
+        client = await served.connect()
+        await client.send("POST", "/v1/completions", {**LONG, "max_tokens": 1})
+        statuses = []
+        async with asyncio.timeout(5):
+            while 503 not in statuses:
+                answer = await served.ask("GET", "/health")
+                statuses.append(answer.status)
+        assert answer.json == {"status": "stuck"}
+        assert (await client.answer()).status == 200
+        assert (await served.ask("GET", "/health")).status == 200
+
+
 async def test_a_full_queue_is_a_429_at_once_and_takes_nothing_half(serving: Any) -> None:
     settings = {"max_queued_requests": 3}
     async with serving(Script(step_time_s=0.02), engine_settings=settings) as served:

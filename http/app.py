@@ -24,6 +24,7 @@ from .metrics import CONTENT_TYPE, FrontMetrics
 from .native import abort_request, detokenize, generate, json_response, server_info, tokenize
 from .openai_chat import chat_completions
 from .openai_completions import completions
+from .openai_responses import responses
 from .progress import Progress
 from .settings import FrontSettings
 
@@ -86,6 +87,7 @@ def _routes(front: Front, admin_key: str | None) -> list[Route]:
         route("GET", "/v1/models/{model:path}", one_model),
         route("POST", "/v1/completions", completions),
         route("POST", "/v1/chat/completions", chat_completions),
+        route("POST", "/v1/responses", responses),
         route("POST", "/generate", generate),
         route("POST", "/tokenize", tokenize),
         route("POST", "/detokenize", detokenize),

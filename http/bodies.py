@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -64,6 +64,29 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 """Parameters that are refused by name unless they have one of these values, which ask for nothing."""
+
+
+def without_idle_fields(
+    fields: dict[str, Any],
+    *,
+    own: Container[str],
+    not_supported: Mapping[str, tuple[object, ...]],
+    hints: Container[str],
+) -> dict[str, Any]:
+    """`fields` without hints and without what has its default; unknown ones stay, to be refused as such.
+
+    Raises: RequestError for a field that is not supported and asks for something.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in own:
+            kept[name] = value
+        elif name in not_supported:
+            if not _is_default(value, not_supported[name]):
+                raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
+        elif name not in hints:
+            kept[name] = value
+    return kept
 
 
 def _is_default(value: object, defaults: tuple[object, ...]) -> bool:
@@ -172,16 +195,7 @@ class GenerationBody(Strict):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-        for name, value in fields.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name in NOT_SUPPORTED:
-                if not _is_default(value, NOT_SUPPORTED[name]):
-                    raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
-            elif name not in HINTS:
-                kept[name] = value  # refused by name, as any unknown field
-        return kept
+        return without_idle_fields(fields, own=cls.model_fields, not_supported=NOT_SUPPORTED, hints=HINTS)
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:

@@ -126,6 +126,12 @@ class Answer:
         blocks = [block for block in self.body.decode().split("\n\n") if block.startswith("data: ")]
         return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
 
+    @property
+    def events_by_kind(self) -> list[tuple[str, Any]]:
+        """Events that have a name, with their data."""
+        pairs = [block.split("\ndata: ", 1) for block in self.body.decode().split("\n\n") if block]
+        return [(name.removeprefix("event: "), json.loads(data)) for name, data in pairs]
+
 
 class Client:
     """A raw HTTP/1.1 client that sees every byte as it comes."""

@@ -237,7 +237,7 @@ async def test_a_body_that_does_not_arrive_is_a_408(serving: Any) -> None:
 
 async def test_unknown_paths_and_methods_have_the_same_error_shape(serving: Any) -> None:
     async with serving() as served:
-        for method, path, status in (("GET", "/nope", 404), ("POST", "/v1/responses", 404), ("GET", "/generate", 405)):
+        for method, path, status in (("GET", "/nope", 404), ("POST", "/v1/assistants", 404), ("GET", "/generate", 405)):
             answer = await served.ask(method, path)
             assert answer.status == status
             assert set(answer.json["error"]) == {"message", "type", "param", "code"}

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """From logits to the next token of every row: one kernel, and a second one only where a row filters its candidates.
 
-The draw is the argmax of `logit / temperature - log(e)` with the exponential variates of `sampling.counter_random`, which
+The draw is the largest `exp(logit / temperature) / e` with the exponential variates e of `sampling.counter_random`, which
 the torch sampler draws by too. Restricted to the allowed set
 it is the same draw, so filtered rows need no sort: the winner is taken, checked against the filters by counting what
 lies above it, and if it fails, everything from it down is out and the next winner is taken from the rest.
@@ -57,22 +57,38 @@ def _mix(word):
 
 
 @triton.jit
-def _gumbel(ids, seed, length):
-    """`-log(e)`, e the exponential variate of `counter_random.exponential`: the same words, the same 31 bits."""
+def _keys(seed, length):
+    """The two words of a row, as in `counter_random.row_keys`."""
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     steps = length.to(tl.uint32) * 0x9E3779B1
     first = _mix(_mix(_mix(low ^ 0xCC9E2D51) + high) + steps)
     second = _mix(_mix(_mix(high ^ 0x1B873593) + low) ^ steps)
+    return first, second
+
+
+@triton.jit
+def _log2(x, COMPILED: tl.constexpr):
+    """To 2^-22, in one instruction where there is a card; the library's exact one costs the sampler half its time."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _exponential(ids, first, second, COMPILED: tl.constexpr):
+    """`counter_random.exponential`: the same words, the same 31 bits."""
     word = ids.to(tl.uint32) * 0x9E3779B1 + first
     word = (word ^ (word >> 16)) * 0x85EBCA6B
     word = (word ^ (word >> 13) ^ second) * 0xC2B2AE35
     word = (word ^ (word >> 16)) & 0x7FFFFFFF
-    u = (word.to(tl.float32) + 0.5) * 4.656612873077393e-10
+    u = (word.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
     # -log(1 - u) by its series where u is small: 1 - u loses the low bits of the variates that decide who wins.
     series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * 0.2))))
-    exponential = tl.where(u < 0.03125, series, -tl.log(tl.maximum(1.0 - u, 9.357622968840175e-14)))
-    return -tl.log(exponential)
+    return tl.where(u < 0.03125, series, _log2(tl.maximum(1.0 - u, 9.357622968840175e-14), COMPILED) * -0.6931471805599453)
 
 
 @triton.jit
@@ -95,17 +111,27 @@ def _sample_kernel(
         x = tl.where(x != x, float("-inf"), x)
         score = x
         top = tl.max(x, axis=0)
+        base = tl.minimum(tl.maximum(top, -1e30), 1e30)
+        scale = tl.full([], 1.0, tl.float32)
+        races = b < 0
         mass = tl.full([], 0.0, tl.float32)
         filtered = b < 0
         if not GREEDY:
             temperature = tl.load(temperature_ptr + row)
             if temperature > _GREEDY:
-                score = x / temperature + _gumbel(token, tl.load(seed_ptr + row), tl.load(lengths_ptr + b))
+                scale = 1.4426950408889634 / temperature
+                first, second = _keys(tl.load(seed_ptr + row), tl.load(lengths_ptr + b))
+                p = tl.exp2((x - base) * scale)
+                score = p / _exponential(token, first, second, PDL)
+                races = b >= 0
                 filters = (tl.load(top_k_ptr + row) > 0) | (tl.load(top_p_ptr + row) < 1.0)
                 filtered = filters | (tl.load(min_p_ptr + row) > 0.0)
                 if filtered:
-                    mass = tl.sum(tl.exp((x - tl.minimum(tl.maximum(top, -1e30), 1e30)) / temperature), axis=0)
+                    mass = tl.sum(p, axis=0)
         best, index = tl.max(score, axis=0, return_indices=True)
+        if races:
+            # Relative to this chunk's largest logit: made comparable between chunks.
+            best = tl.where(best > 0.0, tl.log2(tl.maximum(best, 1e-37)) + base * scale, float("-inf"))
         at = b * CHUNKS + chunk
         tl.store(scores_ptr + at, best)
         tl.store(scores_ptr + plane + at, top)
@@ -130,7 +156,7 @@ def _sample_kernel(
             tl.store(ids_ptr + b, winner)
             if filtered & (bad == 0):
                 masses = tl.load(scores_ptr + 2 * plane + slots, mask=there, other=0.0, cache_modifier=".cg")
-                factor = tl.where(masses > 0.0, tl.exp((tops - row_top) / tl.load(temperature_ptr + row)), 0.0)
+                factor = tl.where(masses > 0.0, tl.exp2((tops - row_top) * scale), 0.0)
                 tl.store(stats_ptr + b, row_top)
                 tl.store(stats_ptr + max_rows + b, tl.sum(masses * factor, axis=0))
             elif tl.load(dead_ptr + b) == 0:
@@ -138,7 +164,7 @@ def _sample_kernel(
 
 
 @triton.jit
-def _above(x_ptr, bound, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr):
+def _above(x_ptr, bound, top, scale, V: tl.constexpr, BLOCK: tl.constexpr):
     """How many logits exceed `bound`, and their mass relative to that of the largest logit."""
     counts = tl.zeros([BLOCK], tl.int32)
     masses = tl.zeros([BLOCK], tl.float32)
@@ -146,48 +172,55 @@ def _above(x_ptr, bound, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr)
         token = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
         counts += (x > bound).to(tl.int32)
-        masses += tl.where(x > bound, tl.exp((x - top) / temperature), 0.0)
+        masses += tl.where(x > bound, tl.exp2((x - top) * scale), 0.0)
     return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
 
 
 @triton.jit
-def _mass_of_top_k(x_ptr, k, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Mass of the k largest logits and of the equals of the last: bisects their bit patterns, read in numeric order."""
-    low = tl.full([], -(2**31), tl.int64)
-    high = tl.full([], 2**31, tl.int64)
-    count = tl.full([], 0, tl.int32)
-    mass = tl.full([], 0.0, tl.float32)
-    # Invariant: more than or exactly k logits have patterns from `low` on, fewer than k from `high` on.
-    while (high - low > 2 ** (32 - BITS)) & (count != k):
-        middle = (low + high) >> 1
-        counts = tl.zeros([BLOCK], tl.int32)
-        masses = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, V, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
-            pattern = x.to(tl.int32, bitcast=True)
-            pattern = tl.where(pattern < 0, pattern ^ 0x7FFFFFFF, pattern)
-            inside = pattern >= middle
-            counts += inside.to(tl.int32)
-            masses += tl.where(inside, tl.exp((x - top) / temperature), 0.0)
-        found = tl.sum(counts, axis=0)
-        enough = found >= k
-        count = tl.where(enough, found, count)
-        mass = tl.where(enough, tl.sum(masses, axis=0), mass)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return mass
+def _ordered(x):
+    """The bit patterns of floats as integers in the same order."""
+    pattern = x.to(tl.int32, bitcast=True)
+    return tl.where(pattern < 0, pattern ^ 0x7FFFFFFF, pattern)
 
 
 @triton.jit
-def _winner_above(x_ptr, bound, temperature, seed, length, V: tl.constexpr, BLOCK: tl.constexpr):
+def _mass_of_top_k(x_ptr, k, top, scale, V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Mass of the k largest logits and of the equals of the last, found by bisecting their bit patterns."""
+    low = tl.full([], -(2**31), tl.int64)
+    high = tl.full([], 2**31, tl.int64)
+    count = tl.full([], 0, tl.int32)
+    # Invariant: k logits or more have patterns from `low` on, fewer than k from `high` on.
+    while (high - low > 2 ** (32 - BITS)) & (count != k):
+        middle = (low + high) >> 1
+        counts = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, V, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+            counts += (_ordered(x) >= middle.to(tl.int32)).to(tl.int32)
+        found = tl.sum(counts, axis=0)
+        count = tl.where(found >= k, found, count)
+        low = tl.where(found >= k, middle, low)
+        high = tl.where(found >= k, high, middle)
+    masses = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        masses += tl.where(_ordered(x) >= low.to(tl.int32), tl.exp2((x - top) * scale), 0.0)
+    return tl.sum(masses, axis=0)
+
+
+@triton.jit
+def _winner_above(
+    x_ptr, bound, top, scale, seed, length, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """The draw among the logits that exceed `bound`: the lowest id of the best score."""
-    best = tl.full([], float("-inf"), tl.float32)
+    first, second = _keys(seed, length)
+    best = tl.full([], -1.0, tl.float32)
     winner = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
-        score = tl.where(x > bound, x / temperature + _gumbel(token, seed, length), float("-inf"))
+        score = tl.where(x > bound, tl.exp2((x - top) * scale) / _exponential(token, first, second, PDL), -1.0)
         block_best, index = tl.max(score, axis=0, return_indices=True)
         winner = tl.where(block_best > best, start + index, winner)
         best = tl.maximum(best, block_best)
@@ -213,24 +246,25 @@ def _filter_kernel(
         wants = (tl.load(top_k_ptr + row) > 0) | (top_p < 1.0) | (min_p > 0.0)
         if wants & (temperature > _GREEDY) & (tl.load(bad_ptr + b) == 0):
             x_ptr = logits_ptr + b.to(tl.int64) * logits_stride
+            scale = 1.4426950408889634 / temperature
             seed = tl.load(seed_ptr + row)
             length = tl.load(lengths_ptr + b)
             top = tl.load(stats_ptr + b)
             mass = tl.load(stats_ptr + max_rows + b)
             if (top_k > 0) & (top_p < 1.0):
-                mass = _mass_of_top_k(x_ptr, top_k, top, temperature, V, BLOCK, BITS)
+                mass = _mass_of_top_k(x_ptr, top_k, top, scale, V, BLOCK, BITS)
             floor = tl.where(min_p > 0.0, top + temperature * tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
             winner = tl.load(ids_ptr + b).to(tl.int32)
             chosen = winner * 0 - 1
             while chosen < 0:
                 bound = tl.load(x_ptr + winner).to(tl.float32)
-                count, above = _above(x_ptr, bound, top, temperature, V, BLOCK)
+                count, above = _above(x_ptr, bound, top, scale, V, BLOCK)
                 keeps = ((top_k == 0) | (count < top_k)) & ((top_p >= 1.0) | (above < top_p * mass)) & (bound >= floor)
                 # Nothing lies above the largest logit: it is in whatever the filters say, so the loop ends.
                 if keeps | (count == 0):
                     chosen = winner
                 else:
-                    winner = _winner_above(x_ptr, bound, temperature, seed, length, V, BLOCK)
+                    winner = _winner_above(x_ptr, bound, top, scale, seed, length, V, BLOCK, PDL)
             tl.store(ids_ptr + b, chosen)
             if tl.load(dead_ptr + b) == 0:
                 tl.store(next_ids_ptr + row, chosen)

@@ -302,19 +302,6 @@ def test_each_policy_evicts_in_its_order(policy: EvictionPolicy, order: list[int
     assert evicted == order
 
 
-def test_lfu_keeps_the_often_used_prefix_that_lru_would_drop() -> None:
-    kept = {}
-    policies: tuple[EvictionPolicy, ...] = ("lru", "lfu")
-    for policy in policies:
-        allocator, cache = cached(policy=policy)
-        often = store(allocator, cache, [1, 2]).node
-        cache.record_use(often)
-        store(allocator, cache, [8, 9])
-        assert cache.evict(2) == 2
-        kept[policy] = cache.match_length(encoded(1, 2))
-    assert kept == {"lru": 0, "lfu": 2}
-
-
 def test_flush_drops_everything_but_never_under_a_lock() -> None:
     allocator, cache = cached()
     node = store(allocator, cache, [1, 2, 3], last_step=0).node

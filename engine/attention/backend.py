@@ -1,6 +1,7 @@
 """What an attention backend is: its capabilities, its eager half, and the half that serves graphs.
 
-A step is planned once (`prepare`) and the plan then serves every layer: `decode` for the rows with one token, `extend` for the others.
+A step is planned once (`prepare`) and the plan then serves every layer: `decode` for the rows with one token,
+`extend` for the others.
 """
 
 from __future__ import annotations
@@ -18,25 +19,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCapabilities:
-    """What a backend can serve. `None` for sizes means any.
+    """What a backend can serve. `None` for sizes and dtypes means any.
 
-    `graph_modes`: how forwards that contain it can be captured; empty if they cannot. `needs_host_plan`: plans from the host's lengths, so
-    that a replay costs host time. `fill_length`: the sequence length that padded rows carry in a graph.
+    `graph_modes`: how forwards that contain it can be captured: "full" with it inside, planned by the last three
+    methods of the backend; "breakable" with it in the gaps, planned by `prepare`; empty if they cannot.
+    `needs_host_plan`: plans from the host's lengths, so that a replay costs host time. `fill_length`: the sequence
+    length that padded rows carry in a graph. `row_invariant`: whether it keeps that promise of the spec.
     """
 
     name: str
+    dtypes: frozenset[torch.dtype] | None
+    row_invariant: bool
     page_sizes: frozenset[int] | None
     head_dims: frozenset[int] | None
     graph_modes: frozenset[GraphMode]
     needs_host_plan: bool
     fill_length: int
 
-    def refusal(self, *, page_size: int, head_dim: int) -> str | None:
+    def refusal(self, spec: AttentionSpec) -> str | None:
         """Why this backend cannot serve such a pool, or None."""
+        page_size, head_dim = spec.kv_pool.page_size, spec.head_dim
         if self.page_sizes is not None and page_size not in self.page_sizes:
             return f"attention backend {self.name!r} serves page sizes {sorted(self.page_sizes)}, not {page_size}"
         if self.head_dims is not None and head_dim not in self.head_dims:
             return f"attention backend {self.name!r} serves head dims {sorted(self.head_dims)}, not {head_dim}"
+        if self.dtypes is not None and spec.dtype not in self.dtypes:
+            dtypes = ", ".join(sorted(map(str, self.dtypes)))
+            return f"attention backend {self.name!r} serves {dtypes}, not {spec.dtype}"
+        if spec.row_invariant and not self.row_invariant:
+            return f"attention backend {self.name!r} is not row-invariant"
         return None
 
 
@@ -68,14 +79,20 @@ class GraphBucket:
 
 
 class AttentionPlan(Protocol):
-    """One step's arrangement, shared by its layers. By the time it is asked, the layer's new keys and values are in the pool."""
+    """One step's arrangement, shared by its layers. By the time it is asked, the layer's new keys and values are in
+    the pool. The result is in `out` where given.
+    """
 
-    def decode(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of the decode rows. Shapes: q [num_decode, Hq, D] (heads contiguous) → [num_decode, Hq, D] contiguous."""
+    def decode(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of the decode rows. Shapes: q [num_decode, Hq, D] (heads contiguous) → [num_decode, Hq, D]
+        contiguous.
+        """
         ...
 
-    def extend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        """Causal attention of the extend rows, each after its prefix. Shapes: q [tokens of those rows, Hq, D] → the same, contiguous."""
+    def extend(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Causal attention of the extend rows, each after its prefix. Shapes: q [tokens of those rows, Hq, D] → the
+        same, contiguous.
+        """
         ...
 
 
@@ -89,18 +106,20 @@ class GraphState(Protocol):
 class AttentionBackend(Protocol):
     """Attention over one pool. Everything runs on the compute lane.
 
-    The last three serve graph runners, and are called only for the graph modes in `capabilities`.
+    The last three serve graph runners, and are called only if "full" is among the graph modes in `capabilities`.
     """
 
     @property
     def capabilities(self) -> AttentionCapabilities: ...
 
     def prepare(self, batch: ForwardBatch, *, decode: bool, extend: bool) -> AttentionPlan:
-        """Plan the decode rows, the extend rows, or both; asks nothing of the device. Lifetime of the plan: the step."""
+        """Plan the decode rows, the extend rows, or both; asks nothing of the device. Lifetime of the plan: the
+        step.
+        """
         ...
 
-    def graph_state(self, max_rows: int, max_tokens: int) -> GraphState:
-        """Make, once, the buffers that all buckets share."""
+    def graph_state(self, max_rows: int, max_tokens: int, page_table: torch.Tensor) -> GraphState:
+        """Make, once, the buffers that all buckets share. `page_table`: leased from the row state."""
         ...
 
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:
@@ -120,14 +139,17 @@ class StepAttention:
     decode_plan: AttentionPlan | None
     extend_plan: AttentionPlan | None
 
-    def forward(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of all tokens of the step. Shapes: q [T, Hq, D] → [T, Hq, D] contiguous."""
+    def forward(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of all tokens of the step, in `out` where given. Shapes: q [T, Hq, D] → [T, Hq, D] contiguous."""
         if self.extend_plan is None:
-            return self.decode_plan.decode(q, layer) if self.decode_plan is not None else q
+            return self.decode_plan.decode(q, layer, out) if self.decode_plan is not None else q
         if self.decode_plan is None:
-            return self.extend_plan.extend(q, layer)
-        decoded = self.decode_plan.decode(q[: self.num_decode], layer)
-        return torch.cat((decoded, self.extend_plan.extend(q[self.num_decode :], layer)))
+            return self.extend_plan.extend(q, layer, out)
+        if out is None:
+            out = q.new_empty(q.shape)
+        self.decode_plan.decode(q[: self.num_decode], layer, out[: self.num_decode])
+        self.extend_plan.extend(q[self.num_decode :], layer, out[self.num_decode :])
+        return out
 
 
 def prepare_step(decode: AttentionBackend, extend: AttentionBackend, batch: ForwardBatch) -> StepAttention:

@@ -1,7 +1,9 @@
-"""Attention by torch's own operators: gathers pages, then scaled dot product attention. The reference for the other backends.
+"""Attention by torch's own operators: gathers pages, then scaled dot product attention. The reference for the other
+backends.
 
-Decode rows of similar length share one call, padded to the longest and masked; the query heads of a KV head are folded into the query length,
-so that no key is repeated. Extend rows run in blocks of queries against the keys up to the block's end, which skips what is masked anyway.
+Decode rows of similar length share one call, padded to the longest and masked; the query heads of a KV head are
+folded into the query length, so that no key is repeated. Extend rows run in blocks of queries against the keys up to
+the block's end, which skips what is masked anyway.
 """
 
 from __future__ import annotations
@@ -22,20 +24,25 @@ if TYPE_CHECKING:
 
 # Measured on a Zen 4 core: 64 beats 32 and 128 at 128…2,048 tokens.
 _QUERY_BLOCK: Final = 64
-# A group of decode rows is closed when the next row is under half its longest, unless all are short: a call costs as much as some hundred keys.
+# A group of decode rows is closed when the next row is under half its longest, unless all are short: a call costs as
+# much as some hundred keys.
 _SHORT_TOKENS: Final = 128
 
 _NAME: Final = "torch"
 
 
 class TorchNativeBackend:
-    """`AttentionBackend` for any page size, head size and device. No graph modes: shapes follow the lengths of the step."""
+    """`AttentionBackend` for any page size, head size and device. It can stand in a graph's gaps, not inside: shapes
+    follow the lengths of the step.
+    """
 
     capabilities = AttentionCapabilities(
         name=_NAME,
+        dtypes=None,
+        row_invariant=True,
         page_sizes=None,
         head_dims=None,
-        graph_modes=frozenset(),
+        graph_modes=frozenset(("breakable",)),
         needs_host_plan=True,
         fill_length=1,
     )
@@ -52,22 +59,22 @@ class TorchNativeBackend:
         extending = _plan_extend(batch) if extend else ()
         return _TorchPlan(self._spec, self._masks, decoding, extending)
 
-    def graph_state(self, max_rows: int, max_tokens: int) -> GraphState:
-        raise MisuseError(f"attention backend {_NAME!r} has no graph modes")
+    def graph_state(self, max_rows: int, max_tokens: int, page_table: torch.Tensor) -> GraphState:
+        raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
 
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:
-        raise MisuseError(f"attention backend {_NAME!r} has no graph modes")
+        raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
 
     def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch) -> None:
-        raise MisuseError(f"attention backend {_NAME!r} has no graph modes")
+        raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeGroup:
     """Decode rows served by one call.
 
-    Shapes: members [n] int64, their positions in the batch, or None for all of them in order; pages [n * P] int32; mask [n, 1, 1, length]
-    additive, or None if all rows have exactly `length` tokens.
+    Shapes: members [n] int64, their positions in the batch, or None for all of them in order; pages [n * P] int32;
+    mask [n, 1, 1, length] additive, or None if all rows have exactly `length` tokens.
     """
 
     num_rows: int
@@ -79,7 +86,9 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExtendGroup:
-    """`num_rows` neighbouring extend rows of the same prefix and the same number of new tokens, at tokens [start, end) of the extend part."""
+    """`num_rows` neighbouring extend rows of the same prefix and the same number of new tokens, at tokens [start,
+    end) of the extend part.
+    """
 
     num_rows: int
     prefix: int
@@ -104,17 +113,20 @@ class _TorchPlan:
         self._decoding = decoding
         self._extending = extending
 
-    def decode(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
         if len(self._decoding) == 1:
-            return self._decode_group(q, layer, self._decoding[0])
-        out = q.new_empty(q.shape)
+            decoded = self._decode_group(q, layer, self._decoding[0])
+            return decoded if out is None else out.copy_(decoded)
+        if out is None:
+            out = q.new_empty(q.shape)
         for group in self._decoding:
             if group.members is not None:
                 out.index_copy_(0, group.members, self._decode_group(q.index_select(0, group.members), layer, group))
         return out
 
-    def extend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        out = q.new_empty(q.shape)
+    def extend(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = q.new_empty(q.shape)
         for group in self._extending:
             self._extend_group(q[group.start : group.end], out[group.start : group.end], layer, group)
         return out
@@ -163,7 +175,9 @@ class _CausalMasks:
         self._strip = blocked.triu_(spec.max_model_len + 1)
 
     def block(self, *, num_queries: int, num_keys: int) -> torch.Tensor | None:
-        """The additive mask of the last `num_queries` of `num_keys` positions. Shapes: [num_queries, num_keys]; None if nothing is masked."""
+        """The additive mask of the last `num_queries` of `num_keys` positions. Shapes: [num_queries, num_keys]; None
+        if nothing is masked.
+        """
         if num_queries == 1:
             return None
         start = self._origin - (num_keys - num_queries)
@@ -171,7 +185,9 @@ class _CausalMasks:
 
 
 class _TokenPlan:
-    """Row-invariant mode: every token on its own, against exactly its keys, in calls whose shapes its position alone decides."""
+    """Row-invariant mode: every token on its own, against exactly its keys, in calls whose shapes its position alone
+    decides.
+    """
 
     def __init__(self, spec: AttentionSpec, batch: ForwardBatch, lengths: Sequence[int]) -> None:
         self._spec = spec
@@ -182,15 +198,16 @@ class _TokenPlan:
             batch.kv_loc.pages_of(batch.rows[i : i + 1], length).view(-1) for i, length in enumerate(lengths)
         ]
 
-    def decode(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        return self._rows(q, layer, range(self._first_extend))
+    def decode(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._rows(q, layer, range(self._first_extend), out)
 
-    def extend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        return self._rows(q, layer, range(self._first_extend, len(self._lengths)))
+    def extend(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._rows(q, layer, range(self._first_extend, len(self._lengths)), out)
 
-    def _rows(self, q: torch.Tensor, layer: int, rows: range) -> torch.Tensor:
+    def _rows(self, q: torch.Tensor, layer: int, rows: range, out: torch.Tensor | None) -> torch.Tensor:
         spec = self._spec
-        out = q.new_empty(q.shape)
+        if out is None:
+            out = q.new_empty(q.shape)
         token = 0
         for row in rows:
             gathered = spec.kv_pool.gather(layer, self._pages[row], 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ..attention.backend import AttentionSpec
-from ..attention.registry import make_backend
+from ..attention.registry import make_backends
 from ..loader.dummy_loader import fill_dummy_weights
 from ..loader.safetensors_loader import iterate_tensors, load_weights
 from ..models.registry import build_model
@@ -85,9 +85,7 @@ class ModelRunner:
             device=placement.device,
             dtype=placement.dtype,
         )
-        decode = make_backend(config.decode_attention, spec, field="decode_attention")
-        same = config.prefill_attention == config.decode_attention
-        extend = decode if same else make_backend(config.prefill_attention, spec, field="prefill_attention")
+        decode, extend = make_backends(spec, decode=config.decode_attention, prefill=config.prefill_attention)
         eager = EagerRunner(model, kv_pool, decode_attention=decode, extend_attention=extend)
         return cls(model=model, memory=memory, kv_pool=kv_pool, row_state=row_state, runners=(eager,))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ..loader.weight_target import WeightTarget
+from .fused import is_fused
 from .linear import Linear
 
 
@@ -26,6 +27,11 @@ class GatedMLP(nn.Module):
         self.inner = inner
         self.gate_up = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device)
         self.down = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
+        self._silu_mul: Callable[[torch.Tensor], torch.Tensor] = silu_mul
+        if is_fused(device, dtype):
+            from ..kernels.silu_mul import silu_mul as fused_silu_mul
+
+            self._silu_mul = fused_silu_mul
 
     def weight_targets(self) -> Mapping[str, WeightTarget]:
         """Checkpoint names below the block's prefix."""
@@ -40,5 +46,5 @@ class GatedMLP(nn.Module):
         return targets
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down(silu_mul(self.gate_up(x)))
+        down: torch.Tensor = self.down(self._silu_mul(self.gate_up(x)))
         return down

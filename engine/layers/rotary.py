@@ -8,18 +8,28 @@ from dataclasses import dataclass
 import torch
 
 from ..loader.rope_config import RopeConfig
+from .fused import is_fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
     """The rotation of one step's tokens.
 
-    Shapes: positions [T] int32; table [max_position, D] fp32, cosines in the first half of the columns, sines in the second;
-    cos, sin [T, 1, D] fp32 for the torch path: each half of D holds the same cosines, and the sines, negated in the first half.
+    Shapes: positions [T] int32; table [max_position, D] fp32, cosines in the first half of the columns, sines in the
+    second.
     """
 
     positions: torch.Tensor
     table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRotation(Rotation):
+    """A rotation that torch's operators compute.
+
+    Shapes: cos, sin [T, 1, D] fp32: each half of D holds the same cosines, and the sines, negated in the first half.
+    """
+
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -31,19 +41,27 @@ class Rotation:
 
 
 class RotaryEmbedding:
-    """Holds the fp32 table [max_position, head_dim] on the device. `max_position`: the longest sequence served, in tokens."""
+    """Holds the fp32 table [max_position, head_dim] on the device. `max_position`: the longest sequence served, in
+    tokens. `dtype`: of what is rotated.
+    """
 
-    def __init__(self, rope: RopeConfig, *, head_dim: int, max_position: int, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeConfig, *, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         frequencies, factor = inverse_frequencies(rope, head_dim)
-        # In fp32 throughout, as transformers does and as models were trained: exact angles would differ from theirs at large positions.
+        # In fp32 throughout, as transformers does and as models were trained: exact angles would differ from theirs
+        # at large positions.
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), -1) * factor
         self.table = table.to(device=device, dtype=torch.float32)
+        self._is_fused = is_fused(device, dtype)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation for tokens at `positions` [T] int32."""
+        if self._is_fused:
+            return Rotation(positions=positions, table=self.table)
         cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, -1)
-        return Rotation(
+        return TorchRotation(
             positions=positions,
             table=self.table,
             cos=torch.cat((cos, cos), -1),

@@ -53,7 +53,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, ctx: ForwardContext
     ) -> torch.Tensor:
-        """Take what the layer before has not yet added (`x`; None for the first layer), update `residual` in place, return the same."""
+        """Take what the layer before has not yet added (`x`; None for the first layer), update `residual` in place,
+        return the same.
+        """
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         attended = self.attention(normed, rotation, ctx)
         out: torch.Tensor = self.mlp(self.mlp_norm.add(attended, residual))
@@ -61,7 +63,8 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """Decoder with an LM head. Parameters are created uninitialised on `device`; a loader fills them, then `finish` is called once.
+    """Decoder with an LM head. Parameters are created uninitialised on `device`; a loader fills them, then `finish`
+    is called once.
 
     `max_position`: the longest sequence that will be served, in tokens.
     """
@@ -79,7 +82,9 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head = Linear.tied_to(self.embedding)
         else:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_position=max_position, device=device)
+        self.rotary = RotaryEmbedding(
+            config.rope, head_dim=config.head_dim, max_position=max_position, dtype=dtype, device=device
+        )
 
     @property
     def ignorable(self) -> Pattern[str]:
@@ -104,18 +109,27 @@ class LlamaForCausalLM(nn.Module):
                 module.finish(row_bucket=row_bucket, keep_weight=tied)
 
     def forward(self, ctx: ForwardContext) -> torch.Tensor:
-        """Compute one step: write its KV, return the logits of the rows that sample. Shapes: → [S, vocab] of the model's dtype."""
-        batch = ctx.batch
-        residual = functional.embedding(batch.input_ids, self.embedding)
-        rotation = self.rotary.at(batch.positions)
+        """Compute one step up to the last norm: write its KV, return the residual stream. Shapes: → [T, hidden]."""
+        residual = self._embed(ctx)
+        rotation = self.rotary.at(ctx.positions)
         x: torch.Tensor | None = None
         for layer in self.layers:
             x = layer(x, residual, rotation, ctx)
-        if batch.num_samples == 0:
-            return residual.new_empty((0, self.config.vocab_size))
-        if x is not None:
-            residual.add_(x)
-        if batch.num_samples != batch.num_tokens:
-            residual = residual.index_select(0, batch.logits_indices)
-        logits: torch.Tensor = self.lm_head(self.norm(residual))
+        return residual if x is None else residual.add_(x)
+
+    def logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Logits of some tokens of a step. Shapes: hidden [T, hidden], indices [S] int → [S, vocab] of the model's
+        dtype.
+        """
+        num_samples = indices.shape[0]
+        if num_samples == 0:
+            return hidden.new_empty((0, self.config.vocab_size))
+        if num_samples != hidden.shape[0]:
+            hidden = hidden.index_select(0, indices)
+        logits: torch.Tensor = self.lm_head(self.norm(hidden))
         return logits
+
+    def _embed(self, ctx: ForwardContext) -> torch.Tensor:
+        if ctx.hidden is None:
+            return functional.embedding(ctx.input_ids, self.embedding)
+        return torch.index_select(self.embedding, 0, ctx.input_ids, out=ctx.hidden)

@@ -251,6 +251,6 @@ def decode_attention(
         HQ=heads, HK=num_kv_heads, G=group, GB=group_block, D=head_dim, PAGE=page_size,
         BT=workspace.block_tokens, PARTS=max(2, min(16, 4096 // (group_block * head_dim))), STAGES=workspace.stages,
         ROPE=rope is not None, NORM=rope is not None and rope.q_norm is not None, AHEAD=ahead and DEPENDENT,
-        PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
+        PDL=DEPENDENT, num_warps=workspace.num_warps, launch_pdl=DEPENDENT,
     )  # fmt: skip
     return out

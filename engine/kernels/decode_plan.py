@@ -34,6 +34,8 @@ class DecodeWorkspace:
     num_kv_heads: int
     group: int
     stages: int
+    num_warps: int
+    least_share: int
 
     @property
     def num_programs(self) -> int:
@@ -49,7 +51,9 @@ def make_decode_workspace(
     device: torch.device | str,
     num_programs: int | None = None,
     block_tokens: int = 64,
-    stages: int = 7,
+    stages: int = 5,
+    num_warps: int = 4,
+    least_share: int = 1,
 ) -> DecodeWorkspace:
     """Allocates the scratch; `num_programs` is two a multiprocessor unless given.
 
@@ -69,12 +73,14 @@ def make_decode_workspace(
         num_kv_heads=num_kv_heads,
         group=group,
         stages=stages,
+        num_warps=num_warps,
+        least_share=least_share,
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_programs", "least_share"])
 def _plan_kernel(
-    seq_lens_ptr, plan_ptr, share_ptr, num_rows, num_programs,
+    seq_lens_ptr, plan_ptr, share_ptr, num_rows, num_programs, least_share,
     HK: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
     WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +102,7 @@ def _plan_kernel(
         end = _flat_of_pair(pair_end, row, starts, blocks, total, pairs, HK)
         share = total
     else:
-        share = tl.maximum((total + num_programs - 1) // num_programs, 1)
+        share = tl.maximum((total + num_programs - 1) // num_programs, least_share)
         begin = tl.minimum(program * share, total)
         end = tl.minimum(begin + share, total)
     # Every row has at least one block, so the row of a flat index is the number of rows that start at or before it, less 1.
@@ -134,6 +140,7 @@ def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, *, whole_row
     entries = max(1, min(64, _PLAN_ELEMENTS // rows))
     _plan_kernel[(triton.cdiv(workspace.num_programs, entries),)](
         seq_lens, workspace.plan, workspace.share, seq_lens.shape[0], workspace.num_programs,
+        workspace.least_share,
         HK=workspace.num_kv_heads, BT=workspace.block_tokens, ROWS=rows, ENTRIES=entries, WHOLE=whole_rows,
         PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
     )  # fmt: skip

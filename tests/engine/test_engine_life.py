@@ -240,6 +240,7 @@ async def test_drain_waits_for_a_request_that_was_added_just_before(scripted, re
         await turns(3)  # the loop has gone idle
         sink = recorder()
         engine.submit([1], SamplingParams(max_tokens=3), sink)
+        assert not engine._loop.idle.is_set(), "from this moment on, whatever runs first"
         await engine.drain(10)
         assert isinstance(sink.ends[0], Finished)
 

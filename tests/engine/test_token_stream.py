@@ -123,6 +123,20 @@ async def test_aclose_from_another_task_ends_a_waiting_consumer(scripted, monkey
             await anext(stream)
 
 
+async def test_cancelling_the_wait_for_a_delta_aborts_the_request(scripted, turns) -> None:
+    async with scripted() as engine:
+        stream = engine.generate([1], LONG)
+        await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        await turns(1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert engine.stats.num_running == 0
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
 class Submission:
     """A submit whose await the test ends."""
 

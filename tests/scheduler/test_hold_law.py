@@ -68,13 +68,14 @@ def test_a_page_that_is_held_is_given_to_nobody(hand) -> None:
 
 def test_a_failed_step_ends_its_rows_and_keeps_only_what_was_cached_before(hand) -> None:
     h = hand(page_size=1, num_pages=32)
-    first = h.add([1] * 6, 4)
-    h.step()
+    first = h.add([1] * 6, 9)
+    for _ in range(4):
+        h.step()
     batch = h.batch()
-    updates = h.scheduler.fail(batch, StepFailed("broken", step=1))
+    updates = h.scheduler.fail(batch, StepFailed("broken", step=4))
     assert isinstance(updates[0].end, Failed)
     assert first.state is RequestState.FAILED
-    assert h.memory.tree.num_evictable_pages == 6, "the prompt of the committed step"
+    assert h.memory.tree.num_evictable_pages == 6, "the prompt, shared when its step was committed; not the outputs"
     assert h.memory.pages.num_free == 26
 
 

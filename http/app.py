@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from time import perf_counter
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,21 +14,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..engine.engine import Engine, EngineState
-from .endpoint import Call, Endpoint, Handler, request_id_of
+from ..engine.engine import Engine
+from .endpoint import Endpoint, request_id_of
 from .failures import Refused, failure_of
 from .fan_out import FanOut
 from .front import Front
-from .metrics import CONTENT_TYPE, FrontMetrics
-from .native import abort_request, detokenize, generate, json_response, server_info, tokenize
-from .openai_chat import chat_completions
-from .openai_completions import completions
-from .openai_responses import responses
+from .metrics import FrontMetrics
+from .operations import OPERATIONS, Operation
 from .progress import Progress
 from .settings import FrontSettings
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # for probes and scrapers, which carry no key
-ADMIN_PATHS = frozenset({"/abort_request"})
+OPEN_PATHS = frozenset(each.path for each in OPERATIONS if each.is_open)  # probes and scrapers carry no key
+ADMIN_PATHS = frozenset(each.path for each in OPERATIONS if each.is_admin)
 
 
 def create_app(
@@ -71,28 +67,19 @@ def create_app(
         )
         middleware.insert(0, cors)
     handlers = {HTTPException: _no_such_endpoint}
-    return Starlette(routes=_routes(front, admin_key), middleware=middleware, exception_handlers=handlers)
+    operations = [each for each in OPERATIONS if admin_key is not None or not each.is_admin]
+    return Starlette(routes=_routes(front, operations), middleware=middleware, exception_handlers=handlers)
 
 
-def _routes(front: Front, admin_key: str | None) -> list[Route]:
-    def route(method: str, path: str, handler: Handler) -> Route:
-        return Route(path, Endpoint(front, handler), methods=[method])
-
-    routes = [
-        route("GET", "/health", health),
-        route("GET", "/ready", ready),
-        route("GET", "/metrics", metrics),
-        route("GET", "/server_info", server_info),
-        route("GET", "/v1/models", list_models),
-        route("GET", "/v1/models/{model:path}", one_model),
-        route("POST", "/v1/completions", completions),
-        route("POST", "/v1/chat/completions", chat_completions),
-        route("POST", "/v1/responses", responses),
-        route("POST", "/generate", generate),
-        route("POST", "/tokenize", tokenize),
-        route("POST", "/detokenize", detokenize),
+def _routes(front: Front, operations: Sequence[Operation]) -> list[Route]:
+    return [
+        Route(
+            operation.path.replace("{model}", "{model:path}"),  # model names may have slashes
+            Endpoint(front, operation.handler),
+            methods=[operation.method],
+        )
+        for operation in operations
     ]
-    return [*routes, route("POST", "/abort_request", abort_request)] if admin_key is not None else routes
 
 
 class KeyGate:
@@ -127,46 +114,6 @@ class KeyGate:
         # All keys are compared, each in constant time: the time taken says nothing of how close a guess was.
         matches = [hmac.compare_digest(token.strip(), key) for key in keys]
         return scheme.lower() == b"bearer" and any(matches)
-
-
-async def health(front: Front, call: Call) -> Response:
-    """Whether the process should live: 200 from the first moment until the engine dies or no step ends any more."""
-    state = front.engine.state
-    if state in (EngineState.READY, EngineState.DRAINING) and front.progress.is_stuck(front.engine, perf_counter()):
-        return json_response({"status": "stuck"}, 503)
-    return json_response({"status": state.value}, 200 if state.is_alive else 503)
-
-
-async def ready(front: Front, call: Call) -> Response:
-    """Whether requests should be sent here: 200 only between warm-up and drain."""
-    is_ready = front.engine.state.is_ready
-    return json_response({"status": front.engine.state.value}, 200 if is_ready else 503)
-
-
-async def metrics(front: Front, call: Call) -> Response:
-    return Response(front.metrics.render(front.engine), headers={"content-type": CONTENT_TYPE})
-
-
-async def list_models(front: Front, call: Call) -> Response:
-    front.check_open()
-    return json_response({"object": "list", "data": [_model(front, name) for name in front.model_names]})
-
-
-async def one_model(front: Front, call: Call) -> Response:
-    front.check_open()
-    return json_response(_model(front, front.model(call.request.path_params["model"])))
-
-
-def _model(front: Front, name: str) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": front.created,
-        "owned_by": "slipstream",
-        "root": front.model_names[0],
-        "parent": None,
-        "max_model_len": front.engine.limits.max_model_len,
-    }
 
 
 async def _no_such_endpoint(request: Request, error: Exception) -> Response:

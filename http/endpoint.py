@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,6 +22,7 @@ from .submission import Job
 from .whole import whole_answer
 
 Handler = Callable[[Front, "Call"], Awaitable[Response]]
+log = logging.getLogger("slipstream.http")
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_KEY = "slipstream.request_id"
 
@@ -69,6 +72,19 @@ class Endpoint:
             if not isinstance(response, SseResponse):
                 response.headers["x-request-id"] = call.request_id
         await response(scope, receive, send)
+        if log.isEnabledFor(logging.INFO):
+            seconds = perf_counter() - call.accepted_at
+            log.info(
+                "request_id=%s path=%s status=%d seconds=%.4f",
+                call.request_id,
+                scope["path"],
+                response.status_code,
+                seconds,
+            )
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
 
 
 async def answer(front: Front, call: Call, shape: Shape, jobs: Sequence[Job], *, stream: bool) -> Response:

@@ -1,4 +1,4 @@
-"""The engine's own endpoints: /generate (text or ids), /tokenize, /detokenize, /server_info, /abort_request."""
+"""The engine's own endpoints: /generate (text or ids), /tokenize, /detokenize, /abort_request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..engine.errors import MisuseError, RequestError
 from ..engine.outputs import Finished, Usage
 from ..engine.sampling_params import SamplingParams
 from .bodies import ChatMessage, IdPrompt, RequestId, Stop, Strict, TextPrompt
-from .endpoint import Call, answer
+from .endpoint import Call, answer, json_response
 from .frames import TEXT, Collected, PlainEnding, Template, event, template
 from .front import Front
 from .openai_chat import template_message
@@ -50,7 +50,7 @@ class NativeSampling(Strict):
 class GenerateBody(Strict):
     text: TextPrompt | None = None
     input_ids: IdPrompt | None = None
-    sampling_params: NativeSampling = NativeSampling()
+    sampling_params: NativeSampling = Field(default_factory=NativeSampling)
     stream: bool = False
     rid: RequestId | None = None
 
@@ -82,7 +82,7 @@ class AbortBody(Strict):
 
 
 async def generate(front: Front, call: Call) -> Response:
-    """POST /generate. Streams the new text and ids with each event."""
+    """Text or ids from text or ids; streams the new text and ids with each event."""
     front.check_open()
     body = checked(GenerateBody, await read_json(call.request, front.settings))
     call.request_id = body.rid or call.request_id
@@ -101,7 +101,7 @@ async def generate(front: Front, call: Call) -> Response:
 
 
 async def tokenize(front: Front, call: Call) -> Response:
-    """POST /tokenize: a prompt, or messages through the chat template."""
+    """The ids of a prompt, or of messages through the chat template."""
     front.check_open()
     body = checked(TokenizeBody, await read_json(call.request, front.settings))
     front.model(body.model)
@@ -121,7 +121,7 @@ async def tokenize(front: Front, call: Call) -> Response:
 
 
 async def detokenize(front: Front, call: Call) -> Response:
-    """POST /detokenize."""
+    """The text of ids, special tokens shown."""
     front.check_open()
     body = checked(DetokenizeBody, await read_json(call.request, front.settings))
     front.model(body.model)
@@ -133,33 +133,13 @@ async def detokenize(front: Front, call: Call) -> Response:
     return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-async def server_info(front: Front, call: Call) -> Response:
-    """GET /server_info: what runs here, and how it is doing."""
-    front.check_open()
-    limits, stats = front.engine.limits, front.engine.stats
-    return json_response(
-        {
-            "models": list(front.model_names),
-            "state": front.engine.state.value,
-            "max_model_len": limits.max_model_len,
-            "vocab_size": limits.vocab_size,
-            "page_size": limits.page_size,
-            **stats._asdict(),
-        }
-    )
-
-
 async def abort_request(front: Front, call: Call) -> Response:
-    """POST /abort_request: one request by its id, or all of them."""
+    """Abort one request by its id, or all of them."""
     body = checked(AbortBody, await read_json(call.request, front.settings))
     if body.rid is None and not body.abort_all:
         raise RequestError("give a rid or abort_all", param="rid")
     names = list(front.live) if body.abort_all else [body.rid or ""]
     return json_response({"num_aborted": front.abort(names)})
-
-
-def json_response(content: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")
 
 
 class NativeShape(PlainEnding):

@@ -19,6 +19,7 @@ from .submission import Job
 
 
 async def chat_completions(front: Front, call: Call) -> Response:
+    """The next message of a chat."""
     front.check_open()
     body = checked(ChatBody, await read_json(call.request, front.settings))
     call.request_id = body.request_id or call.request_id

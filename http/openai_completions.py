@@ -23,6 +23,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
 async def completions(front: Front, call: Call) -> Response:
+    """Text after a prompt, or after each of several."""
     front.check_open()
     body = checked(CompletionBody, await read_json(call.request, front.settings))
     call.request_id = body.request_id or call.request_id

@@ -59,6 +59,7 @@ class ResponsesBody(Strict):
 
 
 async def responses(front: Front, call: Call) -> Response:
+    """The next message of a chat, in the newer API; nothing is stored."""
     front.check_open()
     body = checked(ResponsesBody, await read_json(call.request, front.settings))
     call.names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from typing import Any
 
 import pytest
@@ -231,3 +233,18 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         FrontSettings(ping_interval_s=0)
     assert caught.value.field == "ping_interval_s"
+
+
+async def test_the_openapi_document_describes_every_body_and_resolves(serving: Any) -> None:
+    async with serving() as served:
+        document = (await served.ask("GET", "/openapi.json")).json
+        assert {"/v1/chat/completions", "/v1/completions", "/generate", "/health"} <= set(document["paths"])
+        references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+        assert references <= set(document["components"]["schemas"])
+        chat = document["components"]["schemas"]["ChatBody"]
+        assert {"messages", "temperature", "top_k", "stream"} <= set(chat["properties"])
+        assert chat["additionalProperties"] is False
+        for path, methods in document["paths"].items():
+            for method in methods:
+                answer = await served.ask(method.upper(), path.replace("{model}", "tiny"), b"{}")
+                assert answer.status in (200, 400, 401), (path, answer.status)

@@ -88,7 +88,8 @@ def _combine(
     tl.store(out_ptr + g[:, None] * D + d[None, :], result, mask=(g < G)[:, None])
 
 
-@triton.jit
+# Rows and lengths are often slices: a variant for every alignment of theirs would be compiled in the middle of serving.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr,
     plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, eps, q_stride, out_stride, table_stride,

@@ -78,7 +78,10 @@ def make_decode_workspace(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs", "least_share"])
+# Rows and lengths are often slices: a variant for every alignment of theirs would be compiled in the middle of serving.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_programs", "least_share"], do_not_specialize_on_alignment=["seq_lens_ptr"]
+)
 def _plan_kernel(
     seq_lens_ptr, plan_ptr, share_ptr, num_rows, num_programs, least_share,
     HK: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,

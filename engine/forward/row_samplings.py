@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..sampling.sample_needs import SampleNeeds, is_greedy
+from ..scheduler.schedule_batch import RowSampling
 
 if TYPE_CHECKING:
-    from ..scheduler.schedule_batch import RowSampling, RowStart
+    from ..scheduler.schedule_batch import RowStart
+
+_PADDING: Final = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class RowSamplings:
-    """The host's mirror of the sampling table, for rows that have started."""
+    """The host's mirror of the sampling table, for rows that have started and for the padding row 0, which is greedy."""
 
     def __init__(self) -> None:
-        self._by_row: dict[int, RowSampling] = {}
+        self._by_row: dict[int, RowSampling] = {0: _PADDING}
 
     def apply(self, starts: Iterable[RowStart]) -> None:
         """Take what a step's starts say."""

@@ -12,7 +12,7 @@ import torch
 from ..errors import MisuseError
 from ..kernels.decode_attention import decode_attention
 from ..kernels.decode_plan import DecodeWorkspace, make_decode_workspace, plan_decode
-from ..kernels.prefill_attention import prefill_attention
+from ..kernels.prefill_attention import FEW_ROWS, LONG_TOKENS, prefill_attention
 from .backend import AttentionCapabilities, AttentionPlan, AttentionSpec, GraphBucket
 
 if TYPE_CHECKING:
@@ -39,13 +39,15 @@ class TritonBackend:
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
         self._workspace: DecodeWorkspace = make_decode_workspace(
-            max_rows=spec.num_rows,
+            max_rows=2 * spec.num_rows,  # the largest step is warmed up as the power of two above it
             num_q_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             device=spec.device,
+            row_invariant=spec.row_invariant,
         )
         self._state: TritonGraphState | None = None
+        self._compile_blocking()
 
     def prepare(self, batch: ForwardBatch, *, decode: bool, extend: bool) -> AttentionPlan:
         first = batch.num_decode
@@ -74,16 +76,7 @@ class TritonBackend:
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:
         state = self._graph_state()
         rows, seq_lens = state.rows[: bucket.num_rows], state.seq_lens[: bucket.num_rows]
-        plan = _TritonPlan(
-            spec=self._spec,
-            workspace=self._workspace,
-            page_table=state.page_table,
-            decode_rows=rows,
-            decode_lens=seq_lens,
-            extend_rows=rows,
-            extend_lens=seq_lens,
-            query_start=state.query_start[: bucket.num_rows + 1],
-        )
+        plan = self._plan(state.page_table, rows, seq_lens, state.query_start[: bucket.num_rows + 1])
         if bucket.num_rows == bucket.num_tokens:
             plan.plan_decode()
         return plan
@@ -99,6 +92,37 @@ class TritonBackend:
             state.seq_lens[padded].fill_(self.capabilities.fill_length)
             # Without queries: they start where the last row ends.
             state.query_start[num_rows + 1 : bucket.num_rows + 1].fill_(batch.num_tokens)
+
+    def _compile_blocking(self) -> None:
+        """Run every variant of the kernels once, on no work: after the start nothing may compile."""
+        spec = self._spec
+        zeros = torch.zeros(2 * spec.num_rows + 1, dtype=torch.int32, device=spec.device)
+        most = max(LONG_TOKENS, 2 * spec.num_rows)
+        queries = torch.zeros((most, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+        num_rows = 1
+        while num_rows < 2 * spec.num_rows:
+            plan = self._plan(zeros[:1, None], zeros[:num_rows], zeros[:num_rows], zeros[: num_rows + 1])
+            plan.plan_decode()
+            plan.decode(queries[:num_rows], 0)
+            if num_rows in (1, 2 * FEW_ROWS):
+                plan.extend(queries, 0)
+                plan.extend(queries[:1], 0)
+            num_rows *= 2
+
+    def _plan(
+        self, page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, query_start: torch.Tensor
+    ) -> _TritonPlan:
+        """A plan whose halves serve the same rows."""
+        return _TritonPlan(
+            spec=self._spec,
+            workspace=self._workspace,
+            page_table=page_table,
+            decode_rows=rows,
+            decode_lens=seq_lens,
+            extend_rows=rows,
+            extend_lens=seq_lens,
+            query_start=query_start,
+        )
 
     def _graph_state(self) -> TritonGraphState:
         if self._state is None:
@@ -148,7 +172,7 @@ class _TritonPlan:
     query_start: torch.Tensor
 
     def plan_decode(self) -> None:
-        plan_decode(self.decode_lens, self.workspace, whole_rows=self.spec.row_invariant)
+        plan_decode(self.decode_lens, self.workspace)
 
     def decode(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
         pool = self.spec.kv_pool
@@ -173,5 +197,6 @@ class _TritonPlan:
             self.extend_rows,
             self.query_start,
             self.extend_lens,
+            max_rows=self.spec.num_rows,
             out=q.new_empty(q.shape) if out is None else out,
         )

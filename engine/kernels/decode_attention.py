@@ -12,6 +12,8 @@ import triton.language as tl
 from .decode_plan import DecodeWorkspace
 from .dependent_launch import DEPENDENT, prefetch_l2, release_dependents, wait_for_inputs
 
+_AHEAD_TOKENS = 256
+
 
 @triton.jit
 def _attend(
@@ -36,6 +38,21 @@ def _attend(
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         best = new_best
     return best, weight, acc
+
+
+@triton.jit
+def _prefetch_block(
+    k_ptr, v_ptr, table_ptr, block, limit, head, kv_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, wanted, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sends for the lines of one KV block of one head, up to position `limit`."""
+    if wanted:
+        t = block * BT + tl.arange(0, BT)
+        page = tl.load(table_ptr + t // PAGE, mask=t < limit, other=0).to(tl.int64)
+        line = tl.arange(0, (D + 63) // 64) * 64
+        at = (page * PAGE + t % PAGE)[:, None] * kv_stride + head * D + line[None, :]
+        prefetch_l2(k_ptr + at, PDL)
+        prefetch_l2(v_ptr + at, PDL)
 
 
 @triton.jit
@@ -95,7 +112,7 @@ def _decode_kernel(
     plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, eps, q_stride, out_stride, table_stride,
     HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    ROPE: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     kv_stride: tl.constexpr = HK * D
@@ -112,15 +129,12 @@ def _decode_kernel(
     request = tl.load(rows_ptr + row).to(tl.int64)
     if AHEAD:
         if left > 0:
-            t = block * BT + tl.arange(0, BT)
-            cached = t < seq_len - 1
-            page = tl.load(table_ptr + request * table_stride + t // PAGE, mask=cached, other=0).to(tl.int64)
-            line = tl.arange(0, D // 64) * 64
-            at = (page * PAGE + t % PAGE)[:, None] * kv_stride + head * D + line[None, :]
-            prefetch_l2(k_ptr + at, PDL)
-            prefetch_l2(v_ptr + at, PDL)
+            line = tl.arange(0, (D + 63) // 64) * 64
+            for step in tl.static_range(AHEAD_BLOCKS):
+                _prefetch_block(k_ptr, v_ptr, table_ptr + request * table_stride, block + step, seq_len - 1, head,
+                                kv_stride, D, PAGE, BT, step < left, PDL)  # fmt: skip
             if ROPE:
-                prefetch_l2(cos_sin_ptr + tl.maximum(seq_len - 1, 0) * D + tl.arange(0, D // 32) * 32, PDL)
+                prefetch_l2(cos_sin_ptr + tl.maximum(seq_len - 1, 0) * D + tl.arange(0, (D + 31) // 32) * 32, PDL)
             if NORM:
                 prefetch_l2(q_norm_ptr + line, PDL)
                 prefetch_l2(k_norm_ptr + line, PDL)
@@ -160,6 +174,12 @@ def _decode_kernel(
             acc += v_new.to(tl.float32)
         else:
             q = tl.load(query + d[None, :], mask=in_group, other=0.0)
+        if (left > last - block) & (last == num_blocks):
+            # The next sequence's first block travels while this one is computed; its row is this one's or the next.
+            next_row = tl.where(head == HK - 1, row + 1, row)
+            next_request = tl.load(rows_ptr + next_row).to(tl.int64)
+            _prefetch_block(k_ptr, v_ptr, table_ptr + next_request * table_stride, 0, tl.load(seq_lens_ptr + next_row),
+                            tl.where(head == HK - 1, 0, head + 1), kv_stride, D, PAGE, BT, left > 0, PDL)  # fmt: skip
         best, weight, acc = _attend(
             q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
             D, PAGE, BT, STAGES,
@@ -244,14 +264,16 @@ def decode_attention(
     cos_sin = workspace.partial_out if rope is None else rope.cos_sin
     q_norm = q if rope is None or rope.q_norm is None else rope.q_norm
     k_norm = q if rope is None or rope.k_norm is None else rope.k_norm
-    _decode_kernel[(workspace.num_programs,)](
+    tiling = workspace.tiling(num_rows)
+    _decode_kernel[(workspace.num_programs(num_rows),)](
         q, k_cache, v_cache, out, page_table, rows, seq_lens, q_norm, k_norm, cos_sin,
         workspace.plan, workspace.share, workspace.partial_out, workspace.partial_stats, workspace.arrivals,
         (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
         q.stride(0), out.stride(0), page_table.stride(0),
-        HQ=heads, HK=num_kv_heads, G=group, GB=group_block, D=head_dim, PAGE=page_size,
-        BT=workspace.block_tokens, PARTS=max(2, min(16, 4096 // (group_block * head_dim))), STAGES=workspace.stages,
+        HQ=heads, HK=num_kv_heads, G=group, GB=group_block, D=head_dim, PAGE=page_size, BT=tiling.block_tokens,
+        PARTS=max(2, min(16, 4096 // (group_block * head_dim))), STAGES=tiling.stages,
         ROPE=rope is not None, NORM=rope is not None and rope.q_norm is not None, AHEAD=ahead and DEPENDENT,
-        PDL=DEPENDENT, num_warps=workspace.num_warps, launch_pdl=DEPENDENT,
+        AHEAD_BLOCKS=max(1, _AHEAD_TOKENS // tiling.block_tokens),
+        PDL=DEPENDENT, num_warps=tiling.num_warps, launch_pdl=DEPENDENT,
     )  # fmt: skip
     return out

@@ -14,6 +14,28 @@ _PLAN_ELEMENTS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTiling:
+    """How a step's work is cut: KV blocks of `block_tokens`, at least `least_share` of them a program.
+
+    The compiler splits its pipeline stages between the page lookup and the KV loads that depend on it: 2 n + 1 stages
+    keep n KV blocks in flight.
+    """
+
+    block_tokens: int = 64
+    stages: int = 5
+    programs_per_multiprocessor: int = 3
+    num_warps: int = 4
+    least_share: int = 1
+
+
+# Measured on an H200. Few sequences: long blocks, because every further part costs its combination; many: small programs,
+# of which several fit a multiprocessor, so that one loads while another computes.
+_FEW = DecodeTiling(block_tokens=128, programs_per_multiprocessor=1)
+_SOME = DecodeTiling(stages=7, programs_per_multiprocessor=2)
+_MANY = DecodeTiling()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWorkspace:
     """Scratch of `decode_attention`, shared by every layer and bucket: one step runs at a time on the compute lane.
 
@@ -23,6 +45,8 @@ class DecodeWorkspace:
     plan [P, 4] int32: first row, first head, first block, number of blocks; share [1] int32: blocks a program.
     partial_out [2 P, G, D] fp32 and partial_stats [2, 2 P, G] fp32: a program has at most two unfinished parts.
     arrivals [max_rows * Hk] int32: zero between kernels; the last program of a sequence combines its parts.
+    `row_invariant`: one tiling for all numbers of rows and no sequence is split, so that a row's result does not depend
+    on its batch-mates.
     """
 
     plan: torch.Tensor
@@ -30,16 +54,24 @@ class DecodeWorkspace:
     partial_out: torch.Tensor
     partial_stats: torch.Tensor
     arrivals: torch.Tensor
-    block_tokens: int
+    num_multiprocessors: int
     num_kv_heads: int
     group: int
-    stages: int
-    num_warps: int
-    least_share: int
+    row_invariant: bool
+    only: DecodeTiling | None
 
-    @property
-    def num_programs(self) -> int:
-        return self.plan.shape[0]
+    def tiling(self, num_rows: int) -> DecodeTiling:
+        """The tiling for a bucket of `num_rows`."""
+        if self.only is not None:
+            return self.only
+        sequences = num_rows * self.num_kv_heads
+        if self.row_invariant or sequences > 512:
+            return _MANY
+        return _FEW if sequences <= 32 else _SOME
+
+    def num_programs(self, num_rows: int) -> int:
+        """The grid for a bucket of `num_rows`."""
+        return self.num_multiprocessors * self.tiling(num_rows).programs_per_multiprocessor
 
 
 def make_decode_workspace(
@@ -49,19 +81,15 @@ def make_decode_workspace(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device | str,
-    num_programs: int | None = None,
-    block_tokens: int = 64,
-    stages: int = 5,
-    num_warps: int = 4,
-    least_share: int = 1,
+    row_invariant: bool = False,
+    tiling: DecodeTiling | None = None,
+    num_multiprocessors: int | None = None,
 ) -> DecodeWorkspace:
-    """Allocates the scratch; `num_programs` is two a multiprocessor unless given.
-
-    The compiler splits its pipeline stages between the page lookup and the KV loads that depend on it: 2 n + 1 stages
-    keep n KV blocks in flight.
-    """
-    if num_programs is None:
-        num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    """Allocates the scratch. `tiling` replaces the measured ones; `num_multiprocessors` is the device's unless given."""
+    if num_multiprocessors is None:
+        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    most = max((tiling or each).programs_per_multiprocessor for each in (_FEW, _SOME, _MANY))
+    num_programs = num_multiprocessors * most
     group = num_q_heads // num_kv_heads
     return DecodeWorkspace(
         plan=torch.zeros((num_programs, 4), dtype=torch.int32, device=device),
@@ -69,12 +97,11 @@ def make_decode_workspace(
         partial_out=torch.zeros((2 * num_programs, group, head_dim), dtype=torch.float32, device=device),
         partial_stats=torch.zeros((2, 2 * num_programs, group), dtype=torch.float32, device=device),
         arrivals=torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
-        block_tokens=block_tokens,
+        num_multiprocessors=num_multiprocessors,
         num_kv_heads=num_kv_heads,
         group=group,
-        stages=stages,
-        num_warps=num_warps,
-        least_share=least_share,
+        row_invariant=row_invariant,
+        only=tiling,
     )
 
 
@@ -133,17 +160,17 @@ def _flat_of_pair(pair, row, starts, blocks, total, pairs, HK: tl.constexpr):
     return tl.where(pair < pairs, start + (pair % HK) * each, total)
 
 
-def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, *, whole_rows: bool = False) -> None:
+def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace) -> None:
     """Writes the step's plan for `decode_attention`; once a step, before the first layer.
 
     Shapes: seq_lens [B] int, the new token included; 0 for a padded row.
-    With `whole_rows` no sequence is ever split, so that a row's result does not depend on its batch-mates.
     """
-    rows = triton.next_power_of_2(seq_lens.shape[0])
+    num_rows = seq_lens.shape[0]
+    rows = triton.next_power_of_2(num_rows)
     entries = max(1, min(64, _PLAN_ELEMENTS // rows))
-    _plan_kernel[(triton.cdiv(workspace.num_programs, entries),)](
-        seq_lens, workspace.plan, workspace.share, seq_lens.shape[0], workspace.num_programs,
-        workspace.least_share,
-        HK=workspace.num_kv_heads, BT=workspace.block_tokens, ROWS=rows, ENTRIES=entries, WHOLE=whole_rows,
+    tiling, num_programs = workspace.tiling(num_rows), workspace.num_programs(num_rows)
+    _plan_kernel[(triton.cdiv(num_programs, entries),)](
+        seq_lens, workspace.plan, workspace.share, num_rows, num_programs, tiling.least_share,
+        HK=workspace.num_kv_heads, BT=tiling.block_tokens, ROWS=rows, ENTRIES=entries, WHOLE=workspace.row_invariant,
         PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
     ids, positions, slots ── prologue (embedding) ── plan ── 28 × [ qkv · attention · o · gate-up · down ] ── LM head
 
-With few rows a layer is five kernels: norm + qkv, rotation + KV write + attention, o + residual, norm + gate-up + SiLU·mul,
-down + residual. With more rows the products are cuBLAS's, and norm and SiLU·mul are kernels of their own.
+With few rows a layer is five kernels: norm + qkv, rotation + KV write + attention, o + residual, norm + gate-up +
+SiLU·mul, down + residual. With more rows the products are cuBLAS's, and norm and SiLU·mul are kernels of their own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class FusedDecoder:
         self._model = model
         self._pool = pool
         self._rows = rows
-        self._row_invariant = row_invariant
         self._eps = config.rms_norm_eps
         device = model.embedding.device
         self._attention: DecodeWorkspace = make_decode_workspace(
@@ -58,6 +57,7 @@ class FusedDecoder:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             device=device,
+            row_invariant=row_invariant,
         )
         qkv_features = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         widest = max(qkv_features, config.hidden_size, 2 * config.intermediate_size)
@@ -89,7 +89,7 @@ class FusedDecoder:
             embedding=model.embedding,
             hidden=residual,
         )
-        plan_decode(inputs.seq_lens, self._attention, whole_rows=self._row_invariant)
+        plan_decode(inputs.seq_lens, self._attention)
         for index, layer in enumerate(model.layers):
             self._layer(index, layer, residual, step.rows, inputs)  # type: ignore[arg-type]  # ModuleList forgets its element type
         return self._product(residual, model.lm_head.weight, norm=model.norm.weight)

@@ -124,15 +124,15 @@ def test_decode_attention_equals_float64_and_itself(num_q_heads, num_kv_heads, h
 
     k_cache, v_cache, table, rows = paged(seq_lens, num_kv_heads, head_dim, page_size)
     q, lengths = randn(len(seq_lens), num_q_heads, head_dim), ints(seq_lens)
-    workspace = make_decode_workspace(
-        max_rows=len(seq_lens), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, device=CUDA
-    )
+    shape = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    workspace = make_decode_workspace(max_rows=len(seq_lens), device=CUDA, **shape)
     plan_decode(lengths, workspace)
     out = decode_attention(q, k_cache, v_cache, table, rows, lengths, workspace)
     for _ in range(3):
         assert torch.equal(out, decode_attention(q, k_cache, v_cache, table, rows, lengths, workspace))
     assert not workspace.arrivals.any()
-    plan_decode(lengths, workspace, whole_rows=True)
+    workspace = make_decode_workspace(max_rows=len(seq_lens), device=CUDA, row_invariant=True, **shape)
+    plan_decode(lengths, workspace)
     whole = decode_attention(q, k_cache, v_cache, table, rows, lengths, workspace)
     for b in range(0, len(seq_lens), 17 if len(seq_lens) > 20 else 1):
         if seq_lens[b] == 0:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.engine.kernels.decode_attention import RopeInputs, decode_attention
-from slipstream.engine.kernels.decode_plan import make_decode_workspace, plan_decode
+from slipstream.engine.kernels.decode_plan import DecodeTiling, make_decode_workspace, plan_decode
 from slipstream.engine.kernels.rope_kv_write import rope_kv_write
 
 SEQ_LENS = [1, 40, 16, 0, 33]
@@ -38,10 +38,11 @@ def reference(q, k_cache, v_cache, table, rows, seq_lens):
     return out
 
 
-def workspace_for(num_rows, num_q_heads, num_kv_heads, head_dim, num_programs):
+def workspace_for(num_rows, num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant=False):
     return make_decode_workspace(
-        max_rows=num_rows, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        device="cpu", num_programs=num_programs, block_tokens=16,
+        max_rows=num_rows, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, device="cpu",
+        row_invariant=row_invariant, num_multiprocessors=num_programs,
+        tiling=DecodeTiling(block_tokens=16, programs_per_multiprocessor=1),
     )  # fmt: skip
 
 
@@ -60,23 +61,23 @@ def test_the_plan_hands_out_every_block_once_and_in_equal_shares(num_programs):
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 40])
-def test_a_plan_of_whole_rows_splits_no_sequence(num_programs):
-    workspace = workspace_for(5, 4, 2, 16, num_programs)
-    plan_decode(torch.tensor(SEQ_LENS, dtype=torch.int32), workspace, whole_rows=True)
+def test_a_row_invariant_plan_splits_no_sequence(num_programs):
+    workspace = workspace_for(5, 4, 2, 16, num_programs, row_invariant=True)
+    plan_decode(torch.tensor(SEQ_LENS, dtype=torch.int32), workspace)
     entries = [entry for entry in workspace.plan.tolist() if entry[3]]
     assert all(block == 0 for _, _, block, _ in entries)
     assert sum(count for *_, count in entries) == sum(2 * max(1, -(-n // 16)) for n in SEQ_LENS)
 
 
-@pytest.mark.parametrize("whole_rows", [False, True])
+@pytest.mark.parametrize("row_invariant", [False, True])
 @pytest.mark.parametrize("num_programs", [1, 7, 40])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "page_size"), [(4, 2, 16, 1), (3, 1, 32, 16)])
-def test_decode_attention_equals_float64(num_q_heads, num_kv_heads, head_dim, page_size, num_programs, whole_rows):
+def test_decode_attention_equals_float64(num_q_heads, num_kv_heads, head_dim, page_size, num_programs, row_invariant):
     k_cache, v_cache, table, rows = paged_case(SEQ_LENS, num_kv_heads, head_dim, page_size)
     q = torch.randn(len(SEQ_LENS), num_q_heads, head_dim)
     seq_lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
-    workspace = workspace_for(len(SEQ_LENS), num_q_heads, num_kv_heads, head_dim, num_programs)
-    plan_decode(seq_lens, workspace, whole_rows=whole_rows)
+    workspace = workspace_for(len(SEQ_LENS), num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant)
+    plan_decode(seq_lens, workspace)
     for _ in range(2):  # the second run finds the arrivals as the first one left them
         out = torch.full_like(q, float("nan"))
         decode_attention(q, k_cache, v_cache, table, rows, seq_lens, workspace, out=out)
@@ -116,3 +117,14 @@ def test_a_head_dim_that_is_no_power_of_two_is_refused():
         decode_attention(
             torch.randn(1, 1, 24), k_cache, v_cache, table, rows, torch.tensor([3]), workspace_for(1, 1, 1, 24, 1)
         )
+
+
+def test_a_row_invariant_workspace_cuts_every_number_of_rows_alike():
+    def workspace(row_invariant):
+        return make_decode_workspace(
+            max_rows=256, num_q_heads=16, num_kv_heads=8, head_dim=16, device="cpu", row_invariant=row_invariant,
+            num_multiprocessors=4,
+        )  # fmt: skip
+
+    assert len({workspace(True).tiling(num_rows) for num_rows in (1, 8, 32, 256)}) == 1
+    assert len({workspace(False).tiling(num_rows) for num_rows in (1, 8, 32, 256)}) > 1

@@ -1,0 +1,119 @@
+"""The Triton attention backend and full prefill graphs, interpreted; the page lists that attention libraries take."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from slipstream.engine.attention.backend import AttentionSpec, GraphBucket, prepare_step
+from slipstream.engine.attention.torch_native_backend import TorchNativeBackend
+from slipstream.engine.forward.forward_batch import ForwardBatch
+from slipstream.engine.forward.kv_loc_plan import KVLocPlan
+from slipstream.engine.forward.kv_pool import KVPool, KVShape
+from slipstream.engine.forward_mode import ForwardMode
+from slipstream.engine.kernels.page_lists import page_lists
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def backend_of(monkeypatch):
+    from slipstream.engine.attention import triton_backend
+
+    make = triton_backend.make_decode_workspace
+    monkeypatch.setattr(triton_backend, "make_decode_workspace", lambda **options: make(**options, num_multiprocessors=1))
+    # Warming up is about compilation, of which the interpreter has none.
+    monkeypatch.setattr(triton_backend.TritonBackend, "_compile_blocking", lambda self: None)
+    return triton_backend.TritonBackend
+
+
+def make_spec(num_rows=4):
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    pool = KVPool(shape, num_pages=40, page_size=16, device=CPU)
+    for layer in (*pool.keys, *pool.values):
+        layer.normal_()
+    return AttentionSpec(
+        kv_pool=pool,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        num_rows=num_rows,
+        max_model_len=160,
+        row_invariant=False,
+        device=CPU,
+        dtype=torch.float32,
+    )
+
+
+def make_step(table, rows, num_decode):
+    row_ids = torch.arange(len(rows), 0, -1, dtype=torch.int32)
+    prior, new = (torch.tensor([row[i] for row in rows], dtype=torch.int32) for i in (0, 1))
+    start = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int()
+    positions = torch.cat([torch.arange(p, p + n, dtype=torch.int32) for p, n in rows])
+    token_rows = row_ids.repeat_interleave(new.long())
+    return ForwardBatch(
+        mode=ForwardMode.of(num_decode=num_decode, num_extend=len(rows) - num_decode),
+        num_decode=num_decode,
+        rows=row_ids,
+        input_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=positions,
+        seq_lens=prior + new,
+        prefix_lens=prior,
+        query_start_loc=start,
+        logits_indices=start[1:] - 1,
+        sample_rows=row_ids,
+        sample_lens=prior + new,
+        kv_loc=KVLocPlan.make(table, 16, token_rows=token_rows, positions=positions),
+        prefix_lens_cpu=tuple(row[0] for row in rows),
+        num_new_cpu=tuple(row[1] for row in rows),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_decode"),
+    [([(0, 20), (33, 5)], 0), ([(40, 1), (0, 1), (70, 1)], 3), ([(40, 1), (9, 1), (0, 7), (64, 3)], 2)],
+)
+def test_eager_steps_give_what_torch_gives(backend_of, rows, num_decode):
+    spec = make_spec()
+    table = torch.randint(1, 41, (5, 10)).int()
+    batch = make_step(table, rows, num_decode)
+    q = torch.randn(batch.num_tokens, 2, 16)
+    triton, reference = backend_of(spec), TorchNativeBackend(spec)
+    expected = prepare_step(reference, reference, batch).forward(q, 0)
+    torch.testing.assert_close(prepare_step(triton, triton, batch).forward(q, 0), expected, rtol=1e-4, atol=1e-5)
+    both = prepare_step(reference, triton, batch).forward(q, 0)
+    torch.testing.assert_close(both, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_captured_plan_follows_the_step_and_writes_no_padding(backend_of):
+    spec = make_spec()
+    triton, reference = backend_of(spec), TorchNativeBackend(spec)
+    table = torch.randint(1, 41, (5, 10)).int()
+    state = triton.graph_state(4, 32, table)
+    bucket = GraphBucket(num_rows=4, num_tokens=32)
+    plan = triton.prepare_capture(bucket)
+    for rows in ([(0, 9), (3, 3), (0, 1), (100, 5)], [(16, 12)]):
+        batch = make_step(table, rows, 0)
+        triton.prepare_replay(bucket, batch)
+        q, out = torch.randn(32, 2, 16), torch.full((32, 2, 16), 7.0)
+        plan.extend(q, 0, out)
+        tokens = batch.num_tokens
+        expected = prepare_step(reference, reference, batch).forward(q[:tokens], 0)
+        torch.testing.assert_close(out[:tokens], expected, rtol=1e-4, atol=1e-5)
+        assert (out[tokens:] == 7.0).all()
+    assert state.seq_lens.tolist() == [28, 0, 0, 0]
+    assert state.query_start.tolist() == [0, 12, 12, 12, 12]
+
+
+def test_what_triton_cannot_serve_is_said(backend_of):
+    spec = dataclasses.replace(make_spec(), head_dim=24)
+    assert "not 24" in backend_of.capabilities.refusal(spec)
+    assert backend_of.capabilities.refusal(make_spec()) is None
+
+
+def test_page_lists_hold_each_rows_pages_one_row_after_the_other():
+    table = torch.arange(50, dtype=torch.int32).view(5, 10)
+    rows, seq_lens = torch.tensor([3, 1, 4], dtype=torch.int32), torch.tensor([33, 16, 1], dtype=torch.int32)
+    out = torch.full((7,), -1, dtype=torch.int32)
+    page_lists(table, rows, seq_lens, 16, out, max_pages=3, max_rows=5)
+    assert out.tolist() == [30, 31, 32, 10, 40, -1, -1]

@@ -119,15 +119,19 @@ class ServedConnection(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._num_head_bytes = 0
-        self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, _TOO_SLOW)
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._head_is_late)
 
     def _head_came(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if not self.is_busy:  # else the answer under way is not to suffer; the keep-alive limit comes after it
+            self._refuse(_TOO_SLOW)
+
     def _refuse(self, answer: bytes) -> None:
-        """Answer a head that never ends. While an earlier response is under way there is nothing to say: hang up."""
         self._head_came()
         if not self.is_busy:
             self.transport.write(answer)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .failures import failure_of
+from .failures import reported
 from .frames import Shape
 from .front import Front
 from .sse import SseResponse
@@ -63,7 +63,7 @@ class Endpoint:
         try:
             response = await self._handler(self._front, call)
         except Exception as error:
-            failure = failure_of(error, call.request_id)
+            failure = reported(error, call.request_id)
             if failure.param in call.names:
                 failure = replace(failure, param=call.names[failure.param])
             self._front.metrics.refused[failure.status] += 1

@@ -156,16 +156,18 @@ _TABLE: tuple[tuple[type[Exception], Callable[..., Failure]], ...] = (
 )
 
 
-def failure_of(error: Exception, request_id: str | None = None) -> Failure:
-    """The row of the table for `error`. What is in no row is our bug: logged with its trace, told without details."""
+def failure_of(error: Exception) -> Failure:
+    """The row of the table for `error`; what is in no row is our bug, and told without details."""
     for kind, row in _TABLE:
         if isinstance(error, kind):
-            failure = row(error)
-            break
-    else:
-        failure = Failure(
-            status=500, kind="server_error", message="internal error; the server's log has it", code="internal_error"
-        )
+            return row(error)
+    message = "internal error; the server's log has it"
+    return Failure(status=500, kind="server_error", message=message, code="internal_error")
+
+
+def reported(error: Exception, request_id: str) -> Failure:
+    """`failure_of`, and the cause in the log where it lies on our side."""
+    failure = failure_of(error)
     if failure.status >= 500 and not isinstance(error, (Refused, Overloaded, Aborted)):
-        log.error("request %s failed: %s", request_id, error, exc_info=error)
+        log.error("request_id=%s failed: %s", request_id, error, exc_info=error)
     return failure

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ..engine.outputs import End, Finished, Usage
 from .connection import DirectConnection, direct_connection
 from .disconnect import watching
-from .failures import failure_of
+from .failures import reported
 from .frames import PING, Shape
 from .front import Front
 from .submission import Job, Submission, count_end, error_of, total_usage
@@ -155,7 +155,8 @@ class SseResponse(Response):
 
     def choice_ended(self, end: End) -> None:
         self._num_running -= 1
-        self._error = self._error or error_of(end)
+        if not self._is_given_up:
+            self._error = self._error or error_of(end)
         if self._is_over:
             self._woken.set()
 
@@ -238,7 +239,7 @@ class SseResponse(Response):
     def _last_words(self) -> bytes:
         if self._error is None:
             return self._shape.ending(self.usage())
-        return self._shape.error(failure_of(self._error, self._request_id))
+        return self._shape.error(reported(self._error, self._request_id))
 
     @property
     def _is_over(self) -> bool:

@@ -110,14 +110,16 @@ async def test_two_hundred_killed_clients_leave_a_clean_house(serving: Any) -> N
             clients = [await served.connect() for _ in range(25)]
             for index, client in enumerate(clients):
                 await client.send("POST", "/v1/completions", {**LONG, "stream": bool(index % 3)})
-            await running(served, 10)
+            await running(served, 25)
             for index, client in enumerate(clients):
                 client.reset() if (index + wave) % 2 else client.close()
-        await served.idle()
+            await aborted(served, 25 * (wave + 1))
         answer = await served.post("/v1/completions", {**LONG, "max_tokens": 4})
         assert answer.json["usage"]["completion_tokens"] == 4
         metrics = (await served.ask("GET", "/metrics")).body.decode()
         assert 'slipstream:num_requests_running{model_name="tiny"} 0.0' in metrics
+        assert 'slipstream:num_hang_ups_total{model_name="tiny"} 200.0' in metrics
+        assert 'code="aborted"' not in metrics, "nobody was aborted but by hanging up"
 
 
 async def test_a_kept_connection_serves_one_request_after_another(serving: Any) -> None:

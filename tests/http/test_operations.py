@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +221,42 @@ async def test_a_port_that_is_taken_and_half_a_certificate_are_config_errors(ser
                 pass
         with pytest.raises(ConfigError, match="ssl_keyfile"):
             HttpServer(app, ssl_certfile="cert.pem")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[str, str]:
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    alternative = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *alternative, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_streams_and_hang_ups_work_over_tls(certificate: tuple[str, str], serving: Any) -> None:
+    cert, key = certificate
+    async with serving(Script(step_time_s=0.002)) as served:
+        app = served.server._config.app
+        async with HttpServer(app, port=0, ssl_certfile=cert, ssl_keyfile=key) as server:
+            assert server.url == f"https://127.0.0.1:{server.port}"
+            trust = ssl.create_default_context(cafile=cert)
+            for num_tokens, is_read in ((5, True), (450, False)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trust)
+                body = json.dumps({**LONG, "max_tokens": num_tokens, "stream": True}).encode()
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: t\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+                await reader.readuntil(b"data:")
+                if is_read:
+                    assert b"data: [DONE]" in await reader.read()
+                writer.close()
+            async with asyncio.timeout(3):
+                while not served.engine.num_aborted:
+                    await asyncio.sleep(0)
+        with pytest.raises(ConfigError):
+            async with HttpServer(app, port=0, ssl_certfile=key, ssl_keyfile=cert):
+                pass
 
 
 async def test_a_root_path_is_cut_off_before_the_routes(serving: Any) -> None:

@@ -113,11 +113,14 @@ async def test_a_stop_string_is_named_and_cut_streamed_or_not(serving: Any, scri
             assert all(chunk["choices"][0]["text"] for chunk in chunks[:-1]), "an empty delta"
 
 
-async def test_a_step_that_fails_mid_stream_ends_that_stream_with_an_error_event(serving: Any) -> None:
+async def test_a_step_that_fails_mid_stream_ends_that_stream_with_an_error_event(
+    serving: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving(Script(forward_faults=frozenset({6}))) as served:
         body = {"prompt": "the", "max_tokens": 50, "ignore_eos": True, "stream": True}
-        answer = await served.post("/v1/completions", body)
+        answer = await served.post("/v1/completions", body, x_request_id="unlucky")
         assert answer.status == 200
+        assert [record.getMessage()[:18] for record in caplog.records] == ["request_id=unlucky"]
         assert answer.complete, "the chunked body must end cleanly"
         *chunks, error = answer.events
         assert len(chunks) >= 3

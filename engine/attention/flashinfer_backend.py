@@ -78,18 +78,20 @@ class FlashInferBackend:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self._places = [_Place(spec, workspace, kernels) for _ in range(_NUM_PLACES)]
         self._turn = 0
+        for place in self._places:
+            place.load_blocking()
 
     def prepare(self, batch: ForwardBatch, *, decode: bool, extend: bool) -> AttentionPlan:
         place = self._places[self._turn]
         place.check_free()
         self._turn = (self._turn + 1) % _NUM_PLACES
         first = batch.num_decode
-        decode_run = place.plan("fa2", batch, slice(0, first), part=0) if decode else None
+        decode_run = place.plan("fa2", _Rows.of(batch, 0, first), part=0) if decode else None
         extend_run = None
         if extend:
-            long_enough = max(batch.num_new_cpu[first:]) >= _FA3_MIN_QUERIES
-            kernel: Kernel = self._long if long_enough else "fa2"
-            extend_run = place.plan(kernel, batch, slice(first, batch.num_rows), part=1)
+            rows = _Rows.of(batch, first, batch.num_rows)
+            kernel: Kernel = self._long if max(rows.num_new) >= _FA3_MIN_QUERIES else "fa2"
+            extend_run = place.plan(kernel, rows, part=1)
         place.close()
         return _FlashInferPlan(spec=self._spec, decode_wrapper=decode_run, extend_wrapper=extend_run)
 
@@ -101,6 +103,27 @@ class FlashInferBackend:
 
     def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch) -> None:
         raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The rows of one half of a step: on the device, and their tokens on the host."""
+
+    page_table: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    num_new: Sequence[int]
+    num_prior: Sequence[int]
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, first: int, end: int) -> _Rows:
+        return cls(
+            page_table=batch.kv_loc.page_table,
+            rows=batch.rows[first:end],
+            seq_lens=batch.seq_lens[first:end],
+            num_new=batch.num_new_cpu[first:end],
+            num_prior=batch.prefix_lens_cpu[first:end],
+        )
 
 
 class _Place:
@@ -132,11 +155,22 @@ class _Place:
         self._copied.record()
         self._in_use = True
 
-    def plan(self, kernel: Kernel, batch: ForwardBatch, rows: slice, *, part: int) -> Any:
-        """A wrapper planned for some rows of `batch`."""
+    def load_blocking(self) -> None:
+        """Use every wrapper once, on page 0: modules are loaded, or compiled, and buffers made."""
+        spec = self._spec
+        one = torch.ones(1, dtype=torch.int32, device=spec.device)
+        rows = _Rows(page_table=one[:, None] - 1, rows=one - 1, seq_lens=one, num_new=(1,), num_prior=(0,))
+        query = torch.zeros((1, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+        for part, kernel in self._wrappers:
+            wrapper = self.plan(kernel, rows, part=part)
+            wrapper.run(query, (spec.kv_pool.keys[0], spec.kv_pool.values[0]), out=query.clone(), enable_pdl=False)
+            torch.cuda.synchronize(spec.device)
+
+    def plan(self, kernel: Kernel, rows: _Rows, *, part: int) -> Any:
+        """A wrapper planned for these rows."""
         spec, shift = self._spec, self._shift
-        num_new = batch.num_new_cpu[rows]
-        lengths = [prior + new for prior, new in zip(batch.prefix_lens_cpu[rows], num_new, strict=True)]
+        num_new = rows.num_new
+        lengths = [prior + new for prior, new in zip(rows.num_prior, num_new, strict=True)]
         num_pages = [(length - 1 >> shift) + 1 for length in lengths]
         last_page = [(length - 1 & (1 << shift) - 1) + 1 for length in lengths]
         page_start = [0, *accumulate(num_pages)]
@@ -145,7 +179,15 @@ class _Place:
             column[: len(values)].copy_(torch.tensor(values, dtype=torch.int32))
         num_rows = len(lengths)
         pages = torch.empty(page_start[-1], dtype=torch.int32, device=spec.device)
-        page_lists(batch.kv_loc.page_table, batch.rows[rows], batch.seq_lens[rows], 1 << shift, max(num_pages), pages)
+        page_lists(
+            rows.page_table,
+            rows.rows,
+            rows.seq_lens,
+            1 << shift,
+            pages,
+            max_pages=max(num_pages),
+            max_rows=spec.num_rows,
+        )
         wrapper = self._wrappers[part, kernel]
         wrapper.plan(
             columns[0, : num_rows + 1],

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from .dependent_launch import DEPENDENT, release_dependents, wait_for_inputs
 
-_LONG_TOKENS = 1024
+LONG_TOKENS = 1024
+FEW_ROWS = 16
 
 
 @triton.jit
@@ -45,7 +46,11 @@ def _attend_causal(
     return best, weight, acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# Rows and lengths are often slices: a variant for every alignment of theirs would be compiled in the middle of serving.
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["rows_ptr", "query_start_ptr", "seq_lens_ptr"],
+)
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, query_start_ptr, seq_lens_ptr,
     num_rows, scale, q_stride, out_stride, table_stride,
@@ -107,6 +112,7 @@ def prefill_attention(
     seq_lens: torch.Tensor,
     *,
     scale: float | None = None,
+    max_rows: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their request's pages, which hold the new tokens' k and v already.
@@ -115,7 +121,8 @@ def prefill_attention(
     [R, max_pages] int, used through rows [B] int; query_start [B + 1] int32, ascending; seq_lens [B] int, prefix and new
     tokens; out [T, Hq, D].
     The grid depends on T and B only: requests without new tokens and tokens after query_start[B] are padding, and the
-    rows of `out` that belong to them are not written.
+    rows of `out` that belong to them are not written. `max_rows`: the most there will ever be, so that the kernel is
+    compiled for few and for many rows, instead of for every power of two.
     """
     tokens, heads, head_dim = q.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
@@ -124,13 +131,16 @@ def prefill_attention(
     if out is None:
         out = torch.empty_like(q)
     num_rows = rows.shape[0]
-    block_m, num_warps = (128, 8) if tokens >= _LONG_TOKENS else (64, 4)
+    row_block = triton.next_power_of_2(num_rows)
+    if max_rows is not None:
+        row_block = FEW_ROWS if num_rows <= FEW_ROWS else triton.next_power_of_2(max_rows)
+    block_m, num_warps = (128, 8) if tokens >= LONG_TOKENS else (64, 4)
     if tokens:
         _prefill_kernel[(triton.cdiv(tokens, block_m) + num_rows - 1, heads)](
             q, k_cache, v_cache, out, page_table, rows, query_start, seq_lens, num_rows,
             (head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
             q.stride(0), out.stride(0), page_table.stride(0),
-            HK=num_kv_heads, G=heads // num_kv_heads, D=head_dim, PAGE=page_size, ROWS=triton.next_power_of_2(num_rows),
+            HK=num_kv_heads, G=heads // num_kv_heads, D=head_dim, PAGE=page_size, ROWS=row_block,
             BM=block_m, BN=64, STAGES=5, PDL=DEPENDENT, num_warps=num_warps, launch_pdl=DEPENDENT,
         )  # fmt: skip
     return out

@@ -21,6 +21,7 @@ from .backend import AttentionCapabilities, AttentionPlan, AttentionSpec, GraphB
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
+    from ..forward.kv_pool import KVPool
 
 # Measured on a Zen 4 core: 64 beats 32 and 128 at 128…2,048 tokens.
 _QUERY_BLOCK: Final = 64
@@ -52,6 +53,7 @@ class TorchNativeBackend:
         self._masks = _CausalMasks(spec)
 
     def prepare(self, batch: ForwardBatch, *, decode: bool, extend: bool) -> AttentionPlan:
+        _clear_begun_pages(self._spec.kv_pool, batch)
         lengths = [prior + new for prior, new in zip(batch.prefix_lens_cpu, batch.num_new_cpu, strict=True)]
         if self._spec.row_invariant:
             return _TokenPlan(self._spec, batch, lengths)
@@ -249,18 +251,36 @@ def _decode_group(
     if group is not None:
         members = torch.tensor(group, dtype=torch.int64).to(spec.device, non_blocking=True)
         rows, seq_lens = rows.index_select(0, members), seq_lens.index_select(0, members)
+    pages = batch.kv_loc.pages_of(rows, longest)
     mask = None
     if min(chosen) != longest:
         columns = torch.arange(longest, dtype=torch.int32, device=spec.device)
-        mask = torch.zeros(len(chosen), longest, dtype=spec.dtype, device=spec.device)
-        mask = mask.masked_fill_(columns >= seq_lens[:, None], float("-inf"))[:, None, None]
+        hidden = columns >= seq_lens[:, None]
+        mask = torch.zeros(hidden.shape, dtype=spec.dtype, device=spec.device)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        # A page beyond a row's end is another row's, or stale: page 0 stands in, as what is read must be finite.
+        pages = pages.masked_fill(hidden[:, :: spec.kv_pool.page_size], 0)
     return _DecodeGroup(
         num_rows=len(chosen),
         length=longest,
         members=members,
-        pages=batch.kv_loc.pages_of(rows, longest).view(-1),
+        pages=pages.view(-1),
         mask=mask,
     )
+
+
+def _clear_begun_pages(pool: KVPool, batch: ForwardBatch) -> None:
+    """Zero the pages that rows begin in this step and do not fill. Masked keys and values are multiplied by zero, which
+    hides anything but the NaN that a failed row may have left in its pages.
+    """
+    size = pool.page_size
+    begun: list[torch.Tensor] = []
+    for index, (prior, new) in enumerate(zip(batch.prefix_lens_cpu, batch.num_new_cpu, strict=True)):
+        last = (prior + new) // size  # the page that the row's next token goes to
+        if last * size >= prior and (prior + new) % size:
+            begun.append(batch.kv_loc.page_table[:, last].index_select(0, batch.rows[index : index + 1]))
+    if begun:
+        pool.clear(torch.cat(begun))
 
 
 def _plan_extend(batch: ForwardBatch) -> tuple[_ExtendGroup, ...]:

@@ -54,6 +54,12 @@ class KVPool:
     def num_bytes(self) -> int:
         return (self.num_pages + 1) * self.page_size * self.shape.bytes_per_token
 
+    def clear(self, pages: torch.Tensor) -> None:
+        """Zero `pages` [n] int in every layer."""
+        index = pages.long()
+        for layer in (*self.keys, *self.values):
+            layer.index_fill_(0, index, 0)
+
     def gather(self, layer: int, pages: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the keys and values of `num_sequences` page lists of equal length.
 

@@ -41,6 +41,7 @@ class Case:
         for index, row in enumerate(self.row_ids):
             table[row] = order[index * pages_each : (index + 1) * pages_each]
         self.rows, self.num_decode, self.heads = rows, num_decode, heads
+        self.fresh: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         prior = torch.tensor([row[0] for row in rows], dtype=torch.int32)
         new = torch.tensor([row[1] for row in rows], dtype=torch.int32)
         token_rows = torch.tensor(self.row_ids, dtype=torch.int32).repeat_interleave(new.long())
@@ -80,8 +81,13 @@ class Case:
 
     def run(self, *, layer=1, row_invariant=False):
         backend = make_backend("torch", self.spec(row_invariant=row_invariant), field="decode_attention")
+        slots = self.batch.kv_loc.slots
+        written = [(part[layer], part[layer][slots]) for part in (self.pool.key_slots, self.pool.value_slots)]
         with torch.inference_mode():
-            return prepare_step(backend, backend, self.batch).forward(self.q, layer)
+            attention = prepare_step(backend, backend, self.batch)
+            for part, new in written:  # a model writes a layer's new keys and values after the plan was made
+                part[slots] = new
+            return attention.forward(self.q, layer)
 
     def expected(self, *, layer=1):
         """Token by token, head by head, in float64."""
@@ -165,6 +171,33 @@ def test_what_lies_behind_a_rows_end_in_its_pages_does_not_matter():
     for layer in (case.pool.key_slots[1], case.pool.value_slots[1]):
         layer[slots] = 1e4
     assert torch.equal(case.run(), before)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_nan_that_a_failed_row_left_in_its_pages_reaches_nobody(page_size):
+    rows = [(36, 1), (150, 1), (48, 1), (0, 7), (16, 5)]
+    case = Case(rows, num_decode=3, page_size=page_size)
+    clean = case.run()
+    table = case.batch.kv_loc.page_table
+    for row, (prior, new) in zip(case.row_ids, rows, strict=True):
+        # All of the row's pages but what it wrote before, or, in a page that it began before, was cleared then.
+        first_column = -(-prior // page_size)
+        for layer in (case.pool.keys[1], case.pool.values[1]):
+            written = [layer.flatten(0, 1)[slots_of(table, row, position, page_size)].clone()
+                       for position in range(prior, prior + new)]  # fmt: skip
+            layer[table[row, first_column:].long()] = float("nan")
+            for position in range(prior, prior + new):
+                case.fresh.append((layer, slots_of(table, row, position, page_size), written[position - prior]))
+    backend = make_backend("torch", case.spec(), field="decode_attention")
+    with torch.inference_mode():
+        attention = prepare_step(backend, backend, case.batch)
+        for layer, slot, value in case.fresh:  # the layer's KV write, which comes after the plan
+            layer.flatten(0, 1)[slot] = value
+        assert torch.equal(attention.forward(case.q, 1), clean)
+
+
+def slots_of(table, row, position, page_size):
+    return int(table[row, position // page_size]) * page_size + position % page_size
 
 
 def test_a_backend_that_is_not_there_is_refused_by_the_setting_that_names_it():

@@ -46,6 +46,10 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "max_running_requests": Flag("Requests computed at the same time.", ("--max-num-seqs",)),
     "max_queued_requests": Flag("Requests that may wait; more are refused with 429."),
     "max_queued_tokens": Flag("Tokens of all waiting requests together; by default without a limit."),
+    "schedule_policy": Flag(
+        "Who goes first: by arrival (fcfs), the longest cached prefix (lpm), the shortest prefill, or by priority.",
+        ("--scheduling-policy",),
+    ),
     "chunked_prefill_size": Flag("Tokens of one prompt computed in one step, at most."),
     "max_prefill_tokens": Flag("Tokens of all prompts computed in one step, at most."),
     "overlap": Flag("Plan the next step while the device computes this one."),

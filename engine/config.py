@@ -14,6 +14,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 GraphMode = Literal["auto", "full", "breakable", "off"]
 AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 LoadFormat = Literal["auto", "dummy"]
+SchedulePolicy = Literal["fcfs", "lpm", "shortest-prefill", "priority"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class EngineConfig:
     max_running_requests: int = 256
     max_queued_requests: int = 10_000
     max_queued_tokens: int | None = None  # tokens of all waiting requests together; None: no limit of its own
+    schedule_policy: SchedulePolicy = "fcfs"  # who of the waiting goes first
     chunked_prefill_size: int = 2048  # tokens of one prompt computed in one step, at most
     max_prefill_tokens: int = 16_384  # tokens of all prompts computed in one step, at most
     prefix_cache: bool = True
@@ -101,6 +103,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
+    "schedule_policy": get_args(SchedulePolicy),
     "decode_attention": get_args(AttentionBackendName),
     "prefill_attention": get_args(AttentionBackendName),
     "decode_graph": get_args(GraphMode),

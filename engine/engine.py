@@ -13,7 +13,7 @@ from .config import EngineConfig
 from .errors import ConfigError, EngineDead, MisuseError, Overloaded, RequestError
 from .outputs import Completion, Failed, Finished, Sink
 from .request import Request
-from .request_builder import RequestBuilder
+from .request_builder import RequestBuilder, checked_deadline
 from .sampling_params import SamplingParams
 from .scheduler.scheduler import Scheduler, SchedulerStats
 from .step_loop import StepLoop, deliver
@@ -144,6 +144,7 @@ class Engine:
             max_queued_requests=self.config.max_queued_requests,
             max_queued_tokens=self.config.max_queued_tokens,
             prefix_cache=self.config.prefix_cache,
+            schedule_policy=self.config.schedule_policy,
         )
         self._builder = RequestBuilder(limits, self.tokenizer)
         self._loop = StepLoop(
@@ -264,14 +265,20 @@ class Engine:
     # ---- requests
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> TokenStream:
-        """Stream a request's deltas. A text prompt is tokenised as it stands (no chat template)."""
+        """Stream a request's deltas. A text prompt is tokenised as it stands (no chat template). Options as in `submit`."""
 
         async def submit(sink: Sink) -> RequestHandle:
             self._accepting()  # before a long text is encoded for nothing
             ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-            return self.submit(ids, params, sink, request_id=request_id)
+            return self.submit(ids, params, sink, request_id=request_id, priority=priority, deadline_s=deadline_s)
 
         return TokenStream(submit)
 
@@ -311,17 +318,26 @@ class Engine:
         *,
         request_id: str | None = None,
         salt: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> RequestHandle:
         """Check and queue a request in one go; nothing is registered if it raises.
 
-        `salt`: requests share cached prefixes only with the same salt.
+        `salt`: requests share cached prefixes only with the same salt. `priority`: higher goes first under that policy.
+        `deadline_s`: seconds from now; a request that has begun by then finishes with what it has, another one fails.
         Raises: RequestError naming the field, Overloaded, EngineDead.
         """
         scheduler = self._accepting()
         assert self._builder is not None
         assert self._loop is not None
         request = self._builder.build(
-            prompt_ids, params if params is not None else SamplingParams(), sink, request_id=request_id, salt=salt
+            prompt_ids,
+            params if params is not None else SamplingParams(),
+            sink,
+            request_id=request_id,
+            salt=salt,
+            priority=priority,
+            deadline=None if deadline_s is None else self._loop.clock() + checked_deadline(deadline_s),
         )
         scheduler.add(request)
         self._loop.wake()

@@ -30,7 +30,7 @@ class RequestState(Enum):
 
 _ENDS = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 TRANSITIONS: dict[RequestState, tuple[RequestState, ...]] = {
-    RequestState.WAITING: (RequestState.RUNNING, RequestState.FAILED, RequestState.CANCELLED),
+    RequestState.WAITING: (RequestState.RUNNING, *_ENDS),  # finished: retracted, and its deadline is over
     RequestState.RUNNING: (RequestState.WAITING, *_ENDS),  # back to waiting: retracted
     RequestState.FINISHED: (),
     RequestState.FAILED: (),
@@ -43,6 +43,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "deadline",
         "decoding",
         "ids",
         "last_step",
@@ -58,6 +59,7 @@ class Request:
         "pages",
         "params",
         "prefill_committed",
+        "priority",
         "request_id",
         "row",
         "salt",
@@ -84,6 +86,8 @@ class Request:
         sink: Sink,
         text: TextStream | None = None,
         salt: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.ids = array("i", prompt_ids)
@@ -96,6 +100,8 @@ class Request:
         self.sink = sink
         self.text = text
         self.salt = salt
+        self.priority = priority  # a higher one goes first, where the policy asks for it
+        self.deadline = deadline  # when its time is over, on the step loop's clock
         self.arrival = 0  # order of arrival, set by the scheduler; kept over retractions
         self.state = RequestState.WAITING
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission

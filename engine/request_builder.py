@@ -18,6 +18,7 @@ from .text.tokenization import TextTokenizer
 from .worker import WorkerLimits
 
 LENGTH_CODE = "context_length_exceeded"
+MAX_DEADLINE_S = 1e9
 
 
 class RequestBuilder:
@@ -35,7 +36,15 @@ class RequestBuilder:
         self._seeds = random.Random()  # an engine of its own: a caller who seeds the global one does not seed us
 
     def build(
-        self, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink, *, request_id: str | None, salt: str | None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        request_id: str | None,
+        salt: str | None,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> Request:
         """Raises: RequestError naming the field."""
         if not isinstance(params, SamplingParams):
@@ -43,6 +52,8 @@ class RequestBuilder:
         for name, value in (("request_id", request_id), ("salt", salt)):
             if value is not None and not isinstance(value, str):
                 raise RequestError(f"{name} must be a string, not {shown(value)}", param=name)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, not {shown(priority)}", param="priority")
         ids = self._checked_ids(prompt_ids)
         stop_ids, stop_texts = self._stop_ids(params)
         number = next(self._numbers)
@@ -63,6 +74,8 @@ class RequestBuilder:
             sink=sink,
             text=self._text_stream(ids, params),
             salt=salt,
+            priority=priority,
+            deadline=deadline,
         )
 
     def _checked_ids(self, prompt_ids: Sequence[int]) -> array[int]:
@@ -125,3 +138,16 @@ class RequestBuilder:
             return None
         detokenizer = Detokenizer(self._tokenizer, prompt_ids=ids, skip_special_tokens=params.skip_special_tokens)
         return TextStream(detokenizer, params.stop, includes_stop=params.include_stop_str_in_output)
+
+
+def checked_deadline(deadline_s: object) -> float:
+    """Raises: RequestError unless it is a number of seconds from 0 upwards."""
+    if (
+        isinstance(deadline_s, bool)
+        or not isinstance(deadline_s, (int, float))
+        or not 0 <= deadline_s <= MAX_DEADLINE_S
+    ):
+        raise RequestError(
+            f"deadline_s must be from 0 to {MAX_DEADLINE_S:g} seconds, not {shown(deadline_s)}", param="deadline_s"
+        )
+    return float(deadline_s)

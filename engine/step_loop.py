@@ -12,6 +12,7 @@ still runs. At depth 0 the same code commits N before it plans N+1.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from ..streams import marks as phases
@@ -42,6 +43,7 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._closing = False
         self.idle = asyncio.Event()  # set while nothing is waiting, running or in flight, and once `run` is over
+        self.clock: Callable[[], float] = time.monotonic  # deadlines are times of this clock
         self.num_settled = 0  # steps committed or failed: grows while there is progress
 
     def wake(self) -> None:
@@ -72,6 +74,8 @@ class StepLoop:
                 await self._wake.wait()
                 continue
             self.idle.clear()
+            if scheduler.has_deadlines:
+                deliver(scheduler.expire(self.clock()))
             if pending is not None:
                 self._resolve(pending)
                 if not self._overlap:
@@ -152,7 +156,7 @@ def deliver(updates: Sequence[Update]) -> None:
     for request, token_ids, text, end in updates:
         if end is None and request.has_ended:
             continue  # a sink before it in this very list has aborted it: it had its end
-        if token_ids:
+        if token_ids or text:
             request.sink.push(token_ids, text)
         if end is not None:
             request.sink.end(end)

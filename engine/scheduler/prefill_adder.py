@@ -15,6 +15,7 @@ from .lineup import Lineup
 from .request_memory import RequestMemory
 
 CLIPPED_OUTPUT_TOKENS = 4096  # more output than this is not reserved ahead: it can be retracted for
+SHARED_TOKENS = 32  # so much of an uncached prefix in common is worth a wait of a step or two
 
 
 class Admission(Enum):
@@ -23,6 +24,7 @@ class Admission(Enum):
     ADMITTED = "admitted"
     NO_MEMORY = "no memory"  # its pages would not last: nobody behind it is tried
     NO_BUDGET = "no budget"  # this step computes enough tokens already
+    PREFIX_COMING = "prefix coming"  # another one computes the same prefix now: soon it is in the cache
 
 
 def expected_outputs(request: Request, ratio: float) -> int:
@@ -53,6 +55,8 @@ class PrefillAdder:
         self._input_tokens = max(input_tokens - num_decode, memory.page_size)
         self._running = running
         self._reserved_pages: int | None = None  # summed on first need: most steps admit nobody
+        # What running requests compute next of their prompts, as _coming_part names it.
+        self._coming: set[tuple[str | None, int, bytes]] = set()
 
     @property
     def has_budget(self) -> bool:
@@ -71,6 +75,10 @@ class PrefillAdder:
         memory = self._memory
         memory.attach_prefix(request)  # locked while it is judged: the lock itself shrinks what is evictable
         reserved = self._reserved()
+        coming = self._coming_part(request)
+        if coming in self._coming:
+            memory.detach_prefix(request)
+            return Admission.PREFIX_COMING
         num_pages = self._pages_wanted(request, expected_outputs(request, self._ratio))
         num_needed = self._pages_wanted(request, 0) if may_exceed else num_pages + reserved
         if num_needed > memory.num_available_pages:
@@ -85,6 +93,8 @@ class PrefillAdder:
         if request.num_retractions == 0:
             request.num_cached_tokens = request.num_planned
         self._reserved_pages = reserved + num_pages
+        if coming is not None:
+            self._coming.add(coming)
         self._take(request, budget)
         return Admission.ADMITTED
 
@@ -117,9 +127,33 @@ class PrefillAdder:
     def _reserved(self) -> int:
         """Pages that the running requests are expected to take beyond those they have."""
         if self._reserved_pages is None:
-            page_size = self._memory.page_size
+            page_size, ratio = self._memory.page_size, self._ratio
             self._reserved_pages = 0
             for request in self._running:
-                num_positions = len(request.ids) + expected_outputs(request, self._ratio)
-                self._reserved_pages += max(-(-num_positions // page_size) - len(request.pages), 0)
+                # As expected_outputs, in place: this is each running request in each plan that a full pool holds up.
+                num_ids = len(request.ids)
+                left = request.max_total_tokens - num_ids
+                if left > CLIPPED_OUTPUT_TOKENS:
+                    left = CLIPPED_OUTPUT_TOKENS
+                if not request.params.ignore_eos:
+                    left = int(left * ratio)
+                num_pages = -(-(num_ids + left) // page_size) - len(request.pages)
+                if num_pages > 0:
+                    self._reserved_pages += num_pages
+                if not request.prefill_committed:
+                    coming = self._coming_part(request)
+                    if coming is not None:
+                        self._coming.add(coming)
         return self._reserved_pages
+
+    def _coming_part(self, request: Request) -> tuple[str | None, int, bytes] | None:
+        """The next whole pages of the prompt behind what is cached or committed: who has the same shares a prefix.
+
+        None if too little is left, or if nothing is kept anyway.
+        """
+        page_size = self._memory.page_size
+        start = request.num_prefilled
+        end = start + -(-SHARED_TOKENS // page_size) * page_size
+        if end >= len(request.ids) or not self._memory.tree.enabled:
+            return None
+        return request.salt, start, request.ids[start:end].tobytes()

@@ -9,19 +9,23 @@ what it held is held until that step is committed. Retraction happens only with 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import MisuseError, Overloaded, StepFailed
+from ..config import SchedulePolicy
+from ..errors import MisuseError, Overloaded, RequestError, StepFailed
 from ..outputs import Cancelled, End, Failed, Finished, FinishReason
 from ..request import Request, RequestState
 from ..worker import SampleInputs, StepOutcome, WorkerLimits
+from .deadlines import Deadlines
 from .lineup import Lineup
 from .new_token_ratio import NewTokenRatio
 from .prefill_adder import Admission, PrefillAdder
 from .request_memory import RequestMemory
 from .schedule_batch import NoBatch, ScheduleBatch
+from .waiting_queue import WaitingQueue
+
+MAX_DEFERRED = 16  # requests that wait for another's prefix and are passed in one plan
 
 
 class Update(NamedTuple):
@@ -61,6 +65,7 @@ class Scheduler:
         max_queued_requests: int,
         prefix_cache: bool,
         max_queued_tokens: int | None = None,
+        schedule_policy: SchedulePolicy = "fcfs",
     ) -> None:
         self.limits = limits
         self.memory = RequestMemory(limits, prefix_cache=prefix_cache)
@@ -68,8 +73,8 @@ class Scheduler:
         self._input_tokens = max_prefill_tokens
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
-        self._num_queued_tokens = 0  # of all waiting requests
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue(schedule_policy, self.memory.tree)
+        self._deadlines = Deadlines()
         self._decoding: list[Request] = []  # running, their next id in the relay
         self._prefilling: Request | None = None  # running, its prompt in pieces
         self._flights: dict[int, list[Request]] = {}  # requests in row order, by launched step
@@ -88,14 +93,14 @@ class Scheduler:
         """Queue a request that has been checked against the limits. Raises: Overloaded."""
         if len(self._waiting) >= self._max_queued_requests:
             raise Overloaded(f"{len(self._waiting)} requests are waiting already; try again later")
-        num_tokens = self._num_queued_tokens + len(request.ids)
+        num_tokens = self._waiting.num_tokens + len(request.ids)
         # One request alone is let in whatever its size: later would be no better.
         if self._waiting and self._max_queued_tokens is not None and num_tokens > self._max_queued_tokens:
-            raise Overloaded(f"{self._num_queued_tokens} tokens are waiting already; try again later")
-        self._num_queued_tokens = num_tokens
+            raise Overloaded(f"{self._waiting.num_tokens} tokens are waiting already; try again later")
         request.arrival = self._num_arrived
         self._num_arrived += 1
-        self._waiting.append(request)
+        self._waiting.add(request)
+        self._deadlines.add(request)
 
     def abort(self, request: Request) -> Cancelled | None:
         """End a request now, waiting or running; return its terminal event, or None if it had ended before."""
@@ -105,6 +110,23 @@ class Scheduler:
         self._end(request, RequestState.CANCELLED, keep=True)
         return end
 
+    @property
+    def has_deadlines(self) -> bool:
+        """Some request may run out of time: `expire` is to be called now and then."""
+        return bool(self._deadlines)
+
+    def expire(self, now: float) -> list[Update]:
+        """End the requests whose deadline is over: what has begun is finished as it is, the others fail."""
+        updates = []
+        for request in self._deadlines.due(now):
+            if request.state is RequestState.WAITING and not request.num_retractions:
+                late = RequestError("its deadline passed while the request waited", param="deadline_s", code="timeout")
+                updates.append(self._fail(request, late))
+            else:
+                text = request.text.flush() if request.text is not None else ""
+                updates.append(Update(request, (), text, self._finish(request, "deadline", None)))
+        return updates
+
     def abort_all(self, error: Exception) -> list[Update]:
         """End everything with an error: the engine is dead. Nothing comes home any more."""
         updates = []
@@ -112,7 +134,6 @@ class Scheduler:
             request.move(RequestState.FAILED)
             updates.append(Update(request, (), "", Failed(error=error, usage=request.usage)))
         self._waiting.clear()
-        self._num_queued_tokens = 0
         self._decoding.clear()
         self._prefilling = None
         return updates
@@ -227,13 +248,17 @@ class Scheduler:
             adder.continue_chunk(self._prefilling)
             if not lineup.extends or not _ends_prefill(self._prefilling, lineup.extends[-1][1]):
                 return
-        while self._waiting and self.memory.rows.num_free:
-            request = self._waiting[0]
-            is_alone = lineup.is_empty and not self._decoding
-            if adder.admit(request, may_exceed=is_alone) is not Admission.ADMITTED:
+        num_rows = self.memory.rows.num_free
+        for request in self._waiting.first(num_rows + MAX_DEFERRED):
+            if not self.memory.rows.num_free:
                 break
-            self._waiting.popleft()
-            self._num_queued_tokens -= len(request.ids)
+            is_alone = lineup.is_empty and not self._decoding
+            admission = adder.admit(request, may_exceed=is_alone)
+            if admission is Admission.PREFIX_COMING:
+                continue
+            if admission is not Admission.ADMITTED:
+                break
+            self._waiting.admit(request)
             request.move(RequestState.RUNNING)
             if request.num_retractions == 0:
                 self._num_prompt_tokens += request.num_prompt_tokens
@@ -247,7 +272,9 @@ class Scheduler:
     def _retract_for(self, num_needed_pages: int) -> None:
         """With nothing in flight, send requests back to the queue until the others can go on; one stays."""
         running = list(self._running())
-        victims = sorted(running, key=lambda request: (request.num_outputs, -request.num_prompt_tokens))
+        victims = sorted(
+            running, key=lambda request: (request.priority, request.num_outputs, -request.num_prompt_tokens)
+        )
         while len(victims) > 1 and self.memory.num_available_pages < num_needed_pages:
             victim = victims.pop(0)
             needs_page = victim.decoding and victim.num_planned >= victim.num_slots
@@ -255,8 +282,7 @@ class Scheduler:
             victim.move(RequestState.WAITING)
             victim.num_retractions += 1
             self.memory.release(victim, keep=True)
-            self._waiting.appendleft(victim)
-            self._num_queued_tokens += len(victim.ids)
+            self._waiting.add(victim)
             self._num_retractions += 1
             num_needed_pages -= needs_page
         if self.memory.num_available_pages < num_needed_pages:
@@ -339,7 +365,6 @@ class Scheduler:
             self._forget(request)
         else:
             self._waiting.remove(request)
-            self._num_queued_tokens -= len(request.ids)
         request.move(state)
         if was_running:
             self.memory.release(request, keep=keep)

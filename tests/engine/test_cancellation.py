@@ -23,7 +23,7 @@ def assert_all_home(engine: Engine) -> None:
     assert stats.num_running == stats.num_waiting == 0
     assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
     assert engine._scheduler.memory.rows.num_free == engine._scheduler.memory.rows.num_rows
-    assert engine._scheduler._num_queued_tokens == 0
+    assert engine._scheduler._waiting.num_tokens == 0
     engine._scheduler.check()
 
 

@@ -267,4 +267,4 @@ async def test_queues_beyond_their_limits_are_refused_with_a_typed_error(scripte
         sinks.append(recorder())
         engine.submit([1] * 25, SamplingParams(max_tokens=3), sinks[-1])
         await engine.drain(10)
-        assert engine._scheduler._num_queued_tokens == 0
+        assert engine._scheduler._waiting.num_tokens == 0

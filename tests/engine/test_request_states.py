@@ -13,6 +13,7 @@ from slipstream.engine.scheduler.schedule_batch import RowSampling
 
 ALLOWED = {
     ("waiting", "running"),
+    ("waiting", "finished"),
     ("waiting", "failed"),
     ("waiting", "cancelled"),
     ("running", "waiting"),

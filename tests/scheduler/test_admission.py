@@ -213,7 +213,7 @@ def test_more_waiting_tokens_than_the_limit_are_refused(hand) -> None:
     refused = h.scheduler.stats.num_waiting
     assert refused == 2, "a refused request leaves nothing behind"
     h.run()
-    assert h.scheduler._num_queued_tokens == 0
+    assert h.scheduler._waiting.num_tokens == 0
 
 
 def test_waiting_tokens_are_counted_over_aborts_and_retractions(hand) -> None:
@@ -222,12 +222,12 @@ def test_waiting_tokens_are_counted_over_aborts_and_retractions(hand) -> None:
     requests = [h.add([number] * 7, 20) for number in range(3)]
     while not h.scheduler.stats.num_retractions:
         h.step()
-        assert h.scheduler._num_queued_tokens == sum(len(r.ids) for r in requests if r.state is RequestState.WAITING)
+        assert h.scheduler._waiting.num_tokens == sum(len(r.ids) for r in requests if r.state is RequestState.WAITING)
     waiting = next(request for request in requests if request.state is RequestState.WAITING)
     h.scheduler.abort(waiting)
-    assert h.scheduler._num_queued_tokens == sum(len(r.ids) for r in requests if r.state is RequestState.WAITING)
+    assert h.scheduler._waiting.num_tokens == sum(len(r.ids) for r in requests if r.state is RequestState.WAITING)
     h.run()
-    assert h.scheduler._num_queued_tokens == 0
+    assert h.scheduler._waiting.num_tokens == 0
 
 
 class TestNewTokenRatio:

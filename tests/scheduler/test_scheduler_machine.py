@@ -128,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(live) == set(self.scheduler.requests())
         assert all(request.has_ended == (self.ended.get(id(request)) == 1) for request in self.requests)
         waiting = [request for request in live if request.state is RequestState.WAITING]
-        assert self.scheduler._num_queued_tokens == sum(len(request.ids) for request in waiting)
+        assert self.scheduler._waiting.num_tokens == sum(len(request.ids) for request in waiting)
         assert all(not request.pages and request.row == 0 for request in waiting)
         for request in live:
             assert len(request.ids) <= request.max_total_tokens

@@ -1,20 +1,31 @@
-"""Which kernel multiplies a few rows with a weight matrix: measured on an H200, by shape and number of rows."""
+"""Which kernel multiplies a batch of rows with a weight matrix: measured on an H200, by shape and number of rows."""
 
 from dataclasses import dataclass
 
+from .resident_gemm import ResidentConfig
 from .small_gemm import GemmConfig
+
+_SMALL_ELEMENTS = 8 << 20
+"""Up to here a matrix is over before a pipelined loop has paid for its start (the layers of a 0.6B model)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemv:
-    """`gemv` with this tile."""
+    """`gemv` with this many warps."""
 
-    rows_per_program: int | None = None
     num_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallGemm:
+class Resident:
+    """`resident_gemm` with this tile; `fuses_norm`: normalising in every program costs less than a kernel for it."""
+
+    config: ResidentConfig
+    fuses_norm: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
     """`small_gemm` with this tile."""
 
     config: GemmConfig
@@ -25,13 +36,35 @@ class Library:
     """cuBLAS, with the operations around it as kernels of their own."""
 
 
-MatrixChoice = Gemv | SmallGemm | Library
+MatrixChoice = Gemv | Resident | Streamed | Library
 
 
-def choose(features: int, width: int, rows: int, *, gated: bool, split_allowed: bool) -> MatrixChoice:
-    """The fastest kernel for `[rows, width] @ [features, width].T`; `gated`: a gate and an up half of `features` each."""
-    if rows <= 4:
-        return Gemv()
-    if rows <= 32:
-        return SmallGemm(config=GemmConfig(block_n=32 if gated else 64, block_k=128))
+def choose(features: int, width: int, rows: int, *, gated: bool, splittable: bool) -> MatrixChoice:
+    """The fastest kernel for `[rows, width] @ [features, width].T`.
+
+    `gated`: there are a gate and an up half of `features` each. `splittable`: the sum may be split over programs.
+    """
+    elements = features * width * (2 if gated else 1)
+    small = elements <= _SMALL_ELEMENTS
+    if rows == 1 or (rows == 2 and small and width > 2048):
+        return Gemv(num_warps=8 if width > 8192 or (rows == 2 and small) else 4)
+    if small and width <= 2048 and rows <= 16:
+        if width > 1024:
+            return Resident(config=ResidentConfig(block_n=16, num_warps=8), fuses_norm=rows <= 8)
+        narrow = gated and rows > 8
+        return Resident(config=ResidentConfig(block_n=8 if narrow else 16), fuses_norm=rows <= 8)
+    if rows <= 64:
+        return _streamed(features, width, rows, gated=gated, splittable=splittable)
     return Library()
+
+
+def _streamed(features: int, width: int, rows: int, *, gated: bool, splittable: bool) -> MatrixChoice:
+    if splittable and not gated and features <= 4096:
+        if features * width <= _SMALL_ELEMENTS:
+            return Streamed(config=GemmConfig(block_n=64, block_k=128, split_k=4))
+        if rows > 32 and width <= 4096:
+            return Library()
+        return Streamed(config=GemmConfig(block_n=64, block_k=128, split_k=2, num_stages=5))
+    if features > 65536:
+        return Streamed(config=GemmConfig(block_n=128, block_k=128, num_warps=8))
+    return Streamed(config=GemmConfig(block_n=64, block_k=128))

@@ -21,6 +21,8 @@ GREEDY_TEMPERATURE = 1e-5
 """From here down a row takes its largest logit, the lowest id among equals."""
 
 _CHUNK = 4096
+_LONG_CHUNK = 16384
+_FEW_ROWS = 16
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 
 
@@ -104,9 +106,10 @@ def _sample_kernel(
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     wait_for_inputs(PDL)
     release_dependents(PDL)
+    # Ahead of the branch, so that the logits do not wait for the number of rows; padded rows have logits too.
+    x = tl.load(logits_ptr + b.to(tl.int64) * logits_stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
     if b < tl.load(num_rows_ptr):
         row = tl.load(rows_ptr + b).to(tl.int64)
-        x = tl.load(logits_ptr + b.to(tl.int64) * logits_stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
         is_bad = tl.max((x != x).to(tl.int32), axis=0)
         x = tl.where(x != x, float("-inf"), x)
         score = x
@@ -297,16 +300,18 @@ def sample(
     second kernel.
     """
     num_slots, vocab = logits.shape
-    chunks = workspace.winners.shape[1]
-    if triton.cdiv(vocab, _CHUNK) != chunks:
+    if triton.cdiv(vocab, _CHUNK) != workspace.winners.shape[1]:
         raise ValueError(f"the workspace is for another vocabulary than {vocab}")
+    # With few rows the chunks fill the card; with many they need not, and fewer programs cost less.
+    chunk = _CHUNK if num_slots <= _FEW_ROWS else _LONG_CHUNK
+    chunks = triton.cdiv(vocab, chunk)
     max_rows = workspace.arrivals.shape[0]
     per_row = (rows, num_rows, lengths, dead, table.temperature, table.top_k, table.top_p, table.min_p, table.seed)
     _sample_kernel[(chunks, num_slots)](
         logits, *per_row, workspace.scores, workspace.winners, workspace.row_stats, workspace.arrivals,
         ids, bad, next_ids, logits.stride(0), workspace.scores.stride(0), max_rows,
-        V=vocab, CHUNK=_CHUNK, CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks),
-        GREEDY=greedy, PDL=DEPENDENT, num_warps=8, launch_pdl=DEPENDENT,
+        V=vocab, CHUNK=chunk, CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks),
+        GREEDY=greedy, PDL=DEPENDENT, num_warps=8 if chunk == _CHUNK else 16, launch_pdl=DEPENDENT,
     )  # fmt: skip
     if filters and not greedy:
         _filter_kernel[(num_slots,)](

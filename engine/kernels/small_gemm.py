@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""`x @ W.T` on the tensor cores for a few rows: W streams through shared memory, the rows are the narrow side."""
+"""`x @ W.T` on the tensor cores for a batch of rows: W streams through shared memory, the rows are the narrow side."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,19 @@ import triton.language as tl
 
 from .dependent_launch import DEPENDENT, prefetch_l2, release_dependents, wait_for_inputs
 
-MAX_ROWS = 64
+MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
-    """Tile of one program: `block_n` features by `block_k` of the inner side; `split_k` programs share a tile's sum."""
+    """Tile of one program: up to `block_m` rows by `block_n` features, `block_k` of the inner side at a time; `split_k`
+    programs share a tile's sum.
+    """
 
     block_n: int
     block_k: int
     split_k: int = 1
+    block_m: int = 128
     num_stages: int = 4
     num_warps: int = 4
 
@@ -32,24 +35,28 @@ class SplitWorkspace:
     arrivals: torch.Tensor
 
 
-def make_split_workspace(*, max_features: int, device: torch.device | str, max_split: int = 8) -> SplitWorkspace:
-    """Scratch for up to `MAX_ROWS` rows of `max_features` outputs, each summed by up to `max_split` programs."""
+def make_split_workspace(
+    *, max_features: int, device: torch.device | str, max_rows: int = MAX_ROWS, max_split: int = 4
+) -> SplitWorkspace:
+    """Scratch for up to `max_rows` rows of `max_features` outputs, each summed by up to `max_split` programs."""
+    row_blocks = triton.cdiv(max_rows, 32)
     return SplitWorkspace(
-        partial=torch.zeros(MAX_ROWS * max_features * max_split, dtype=torch.float32, device=device),
-        arrivals=torch.zeros(triton.cdiv(max_features, 16), dtype=torch.int32, device=device),
+        partial=torch.zeros(triton.next_power_of_2(max_rows) * max_features * max_split, device=device),
+        arrivals=torch.zeros(triton.cdiv(max_features, 16) * row_blocks, dtype=torch.int32, device=device),
     )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _small_gemm_kernel(
-    x_ptr, norm_ptr, weight_ptr, out_ptr, partial_ptr, arrivals_ptr, rows, x_stride, out_stride, eps,
+    x_ptr, weight_ptr, out_ptr, partial_ptr, arrivals_ptr, rows, x_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
+    row_block = tl.program_id(2)
     n = tile * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
+    m = row_block * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     steps: tl.constexpr = (K + SPLIT * BK - 1) // (SPLIT * BK)
     first = part * steps * BK
@@ -71,17 +78,11 @@ def _small_gemm_kernel(
     release_dependents(PDL)
     acc = tl.zeros([BN, BM], tl.float32)
     up_acc = tl.zeros([BN, BM], tl.float32)
-    squares = tl.zeros([BM], tl.float32)
     for start in tl.range(first, first + steps * BK, BK, num_stages=STAGES):
         column = (start + k)[None, :]
         # No mask where none is needed: one that the compiler cannot see through costs the wide asynchronous loads.
         x_inside = m_inside if EVEN_K else m_inside & (column < K)
         x = tl.load(x_rows + column, mask=x_inside, other=0.0)
-        if NORM:
-            norm = tl.load(norm_ptr + column) if EVEN_K else tl.load(norm_ptr + column, mask=column < K, other=0.0)
-            v = x.to(tl.float32)
-            squares += tl.sum(v * v, axis=1)
-            x = (v * norm.to(tl.float32)).to(x.dtype)
         inside = n_inside if EVEN_K else n_inside & (column < K)
         if EVEN_K and EVEN_N:
             weight = tl.load(weight_rows + column)
@@ -94,11 +95,6 @@ def _small_gemm_kernel(
             else:
                 up_weight = tl.load(weight_rows + N * K + column, mask=inside, other=0.0)
             up_acc = tl.dot(up_weight, tl.trans(x), up_acc, input_precision="ieee")
-    if NORM:
-        # The scale of a row is common to its whole sum, so it is applied once at the end.
-        scale = tl.rsqrt(squares / K + eps)[None, :]
-        acc *= scale
-        up_acc *= scale
     if SILU:
         acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32) * up_acc
     target = out_ptr + m[None, :] * out_stride + n[:, None]
@@ -108,18 +104,20 @@ def _small_gemm_kernel(
             acc += tl.load(target, mask=target_inside, other=0.0).to(tl.float32)
         tl.store(target, acc, mask=target_inside)
     else:
-        slot = partial_ptr + n[:, None] * BM + m[None, :]
-        tl.store(slot + part * N * BM, acc, mask=n_inside)
+        plane = tl.num_programs(2) * N * BM
+        slot = partial_ptr + (row_block * N + n[:, None]) * BM + tl.arange(0, BM)[None, :]
+        tl.store(slot + part * plane, acc, mask=n_inside)
         tl.debug_barrier()
-        if tl.atomic_add(arrivals_ptr + tile, 1) == SPLIT - 1:
+        arrival = arrivals_ptr + row_block * tl.num_programs(0) + tile
+        if tl.atomic_add(arrival, 1) == SPLIT - 1:
             # The last to arrive adds all the parts in their order, so the sum does not depend on who was last.
             total = tl.zeros([BN, BM], tl.float32)
             for other in tl.static_range(SPLIT):
-                total += tl.load(slot + other * N * BM, mask=n_inside, other=0.0, cache_modifier=".cg")
+                total += tl.load(slot + other * plane, mask=n_inside, other=0.0, cache_modifier=".cg")
             if ADD:
                 total += tl.load(target, mask=target_inside, other=0.0).to(tl.float32)
             tl.store(target, total, mask=target_inside)
-            tl.store(arrivals_ptr + tile, 0)
+            tl.store(arrival, 0)
 
 
 def small_gemm(
@@ -129,34 +127,37 @@ def small_gemm(
     *,
     workspace: SplitWorkspace | None = None,
     out: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
     silu_mul: bool = False,
     add: bool = False,
 ) -> torch.Tensor:
-    """`y = x @ weight.T`, with what surrounds it in a decoder layer fused in. One kernel, one graph node.
+    """`y = x @ weight.T`, SiLU·mul or the residual add fused in. One kernel, one graph node.
 
-    Shapes: x [B, K] with B up to 64 (rows may be strided); weight [N, K] contiguous, or with `silu_mul` [2 N, K] with the
-    gate half first; out [B, N] (rows may be strided); norm [K].
-    `norm`: x is RMS-normed first. `silu_mul`: y = silu(x @ gate.T) * (x @ up.T). `add`: out += y (out is required).
-    A split sum (`config.split_k` > 1) needs the workspace and excludes `norm` and `silu_mul`; it is deterministic.
+    Shapes: x [B, K] with B up to 256 (rows may be strided); weight [N, K] contiguous, or with `silu_mul` [2 N, K] with the
+    gate half first; out [B, N] (rows may be strided).
+    `silu_mul`: y = silu(x @ gate.T) * (x @ up.T). `add`: out += y (out is required).
+    A split sum (`config.split_k` > 1) needs the workspace and excludes `silu_mul`; it is deterministic.
     """
     rows, width = x.shape
     features = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"small_gemm takes 1 to {MAX_ROWS} rows, got {rows}")
     split = config.split_k
-    if split > 1 and (norm is not None or silu_mul or workspace is None):
-        raise ValueError("a split sum needs a workspace, and neither norm nor silu_mul")
+    block_m = min(config.block_m, max(8, triton.next_power_of_2(rows)))
+    grid = (triton.cdiv(features, config.block_n), split, triton.cdiv(rows, block_m))
+    if split > 1:
+        if silu_mul or workspace is None:
+            raise ValueError("a split sum needs a workspace, and no silu_mul")
+        if split * grid[2] * block_m * features > workspace.partial.numel() or grid[0] * grid[2] > len(workspace.arrivals):
+            raise ValueError(f"the workspace is too small for {rows} rows of {features} features in {split} parts")
     if out is None:
         if add:
             raise ValueError("add needs the tensor to add to")
         out = torch.empty((rows, features), dtype=x.dtype, device=x.device)
     partial, arrivals = (x, x) if workspace is None else (workspace.partial, workspace.arrivals)
-    _small_gemm_kernel[(triton.cdiv(features, config.block_n), split)](
-        x, weight if norm is None else norm, weight, out, partial, arrivals, rows, x.stride(0), out.stride(0), eps,
-        N=features, K=width, BM=max(8, triton.next_power_of_2(rows)), BN=config.block_n, BK=config.block_k, SPLIT=split,
-        STAGES=config.num_stages, NORM=norm is not None, SILU=silu_mul, ADD=add, PDL=DEPENDENT,
+    _small_gemm_kernel[grid](
+        x, weight, out, partial, arrivals, rows, x.stride(0), out.stride(0),
+        N=features, K=width, BM=block_m, BN=config.block_n, BK=config.block_k, SPLIT=split,
+        STAGES=config.num_stages, SILU=silu_mul, ADD=add, PDL=DEPENDENT,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=DEPENDENT,
     )  # fmt: skip
     return out

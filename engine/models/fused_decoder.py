@@ -3,7 +3,7 @@
     ids, positions, slots ── prologue (embedding) ── plan ── 28 × [ qkv · attention · o · gate-up · down ] ── LM head
 
 With few rows a layer is five kernels: norm + qkv, rotation + KV write + attention, o + residual, norm + gate-up +
-SiLU·mul, down + residual. With more rows the products are cuBLAS's, and norm and SiLU·mul are kernels of their own.
+SiLU·mul, down + residual. With more rows some of these become two: `kernels.linear` knows which pay.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import torch
 
 from ..kernels.decode_attention import RopeInputs, decode_attention
 from ..kernels.decode_plan import DecodeWorkspace, make_decode_workspace, plan_decode
-from ..kernels.gemv import gemv
-from ..kernels.matrix_choice import Gemv, SmallGemm, choose
-from ..kernels.rmsnorm import rmsnorm
-from ..kernels.silu_mul import silu_mul
-from ..kernels.small_gemm import SplitWorkspace, make_split_workspace, small_gemm
+from ..kernels.linear import linear
+from ..kernels.small_gemm import SplitWorkspace, make_split_workspace
 from ..kernels.step_prologue import StepInputs, step_prologue
 
 if TYPE_CHECKING:
@@ -59,9 +56,7 @@ class FusedDecoder:
             device=device,
             row_invariant=row_invariant,
         )
-        qkv_features = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        widest = max(qkv_features, config.hidden_size, 2 * config.intermediate_size)
-        self._split: SplitWorkspace = make_split_workspace(max_features=widest, device=device)
+        self._split: SplitWorkspace = make_split_workspace(max_features=config.hidden_size, device=device)
 
     @staticmethod
     def serves(model: LlamaForCausalLM) -> bool:
@@ -92,14 +87,14 @@ class FusedDecoder:
         plan_decode(inputs.seq_lens, self._attention)
         for index, layer in enumerate(model.layers):
             self._layer(index, layer, residual, step.rows, inputs)  # type: ignore[arg-type]  # ModuleList forgets its element type
-        return self._product(residual, model.lm_head.weight, norm=model.norm.weight)
+        return self._linear(residual, model.lm_head.weight, norm=model.norm.weight)
 
     def _layer(
         self, index: int, layer: DecoderLayer, residual: torch.Tensor, rows: torch.Tensor, inputs: StepInputs
     ) -> None:
         """One decoder layer; `residual` [B, hidden] is updated in place."""
         attention, mlp = layer.attention, layer.mlp
-        qkv = self._product(residual, attention.qkv.weight, norm=layer.input_norm.weight)
+        qkv = self._linear(residual, attention.qkv.weight, norm=layer.input_norm.weight)
         q_norm, k_norm = attention.q_norm, attention.k_norm
         attended = decode_attention(
             qkv,
@@ -117,44 +112,17 @@ class FusedDecoder:
             ),
             ahead=True,
         )
-        self._product(attended.view(residual.shape[0], -1), attention.o.weight, add_to=residual)
-        activated = self._gated(residual, mlp.gate_up.weight, layer.mlp_norm.weight)
-        self._product(activated, mlp.down.weight, add_to=residual)
+        self._linear(attended.view(residual.shape[0], -1), attention.o.weight, add_to=residual)
+        activated = self._linear(residual, mlp.gate_up.weight, norm=layer.mlp_norm.weight, gated=True)
+        self._linear(activated, mlp.down.weight, add_to=residual)
 
-    def _product(
+    def _linear(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         *,
         norm: torch.Tensor | None = None,
+        gated: bool = False,
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`norm(x) @ weight.T`, returned, or added to `add_to`. Shapes: x [B, K], weight [N, K] → [B, N]."""
-        choice = choose(weight.shape[0], weight.shape[1], x.shape[0], gated=False, split_allowed=norm is None)
-        adds = add_to is not None
-        if isinstance(choice, Gemv):
-            return gemv(
-                x, weight, out=add_to, norm=norm, eps=self._eps, add=adds,
-                rows_per_program=choice.rows_per_program, num_warps=choice.num_warps,
-            )  # fmt: skip
-        if isinstance(choice, SmallGemm):
-            return small_gemm(
-                x, weight, choice.config, workspace=self._split, out=add_to, norm=norm, eps=self._eps, add=adds
-            )
-        if norm is not None:
-            x = rmsnorm(x, norm, self._eps)
-        if add_to is not None:
-            return add_to.addmm_(x, weight.t())
-        return torch.mm(x, weight.t())
-
-    def _gated(self, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of `norm(x)`. Shapes: x [B, H], weight [2 F, H] → [B, F]."""
-        choice = choose(weight.shape[0] // 2, weight.shape[1], x.shape[0], gated=True, split_allowed=False)
-        if isinstance(choice, Gemv):
-            return gemv(
-                x, weight, norm=norm, eps=self._eps, silu_mul=True,
-                rows_per_program=choice.rows_per_program, num_warps=choice.num_warps,
-            )  # fmt: skip
-        if isinstance(choice, SmallGemm):
-            return small_gemm(x, weight, choice.config, norm=norm, eps=self._eps, silu_mul=True)
-        return silu_mul(torch.mm(rmsnorm(x, norm, self._eps), weight.t()))
+        return linear(x, weight, self._split, norm=norm, eps=self._eps, gated=gated, add_to=add_to)

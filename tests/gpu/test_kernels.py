@@ -57,39 +57,49 @@ def test_norms_and_activation_equal_float64(tokens, width):
 LINEARS = [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 14336), (1030, 576)]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 33, 200])
 @pytest.mark.parametrize(("features", "width"), LINEARS)
-def test_small_matrix_products_equal_float64(features, width, rows):
+def test_matrix_products_of_few_rows_equal_float64(features, width, rows):
     from slipstream.engine.kernels.gemv import gemv
+    from slipstream.engine.kernels.resident_gemm import ResidentConfig, resident_gemm
     from slipstream.engine.kernels.small_gemm import GemmConfig, make_split_workspace, small_gemm
 
     x, weight, norm, residual = randn(rows, width), randn(features, width, scale=0.05), randn(width), randn(rows, features)
     workspace = make_split_workspace(max_features=features, device=CUDA)
     plain = x.double() @ weight.double().T
     after_norm = normed(x.double(), norm) @ weight.double().T
-    config = GemmConfig(block_n=32, block_k=128)
     split = GemmConfig(block_n=64, block_k=64, split_k=4)
-    assert_near(small_gemm(x, weight, config, norm=norm, eps=EPS), after_norm)
+    assert_near(small_gemm(x, weight, GemmConfig(block_n=32, block_k=128)), plain)
     out = residual.clone()
     assert_near(small_gemm(x, weight, split, workspace=workspace, out=out, add=True), plain + residual.double())
     again = small_gemm(x, weight, split, workspace=workspace, out=residual.clone(), add=True)
     assert torch.equal(out, again)
+    assert not workspace.arrivals.any()
     if rows <= 8:
         assert_near(gemv(x, weight, norm=norm, eps=EPS), after_norm)
         assert_near(gemv(x, weight, out=residual.clone(), add=True), plain + residual.double())
+    if rows <= 16 and width <= 2048:
+        config = ResidentConfig(block_n=16, num_warps=8)
+        assert_near(resident_gemm(x, weight, config, norm=norm, eps=EPS), after_norm)
+        assert_near(resident_gemm(x, weight, config, out=residual.clone(), add=True), plain + residual.double())
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 32, 64])
-def test_gate_and_up_in_one_kernel_equal_float64(rows):
-    from slipstream.engine.kernels.gemv import gemv
-    from slipstream.engine.kernels.small_gemm import GemmConfig, small_gemm
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 3072), (4096, 14336)])
+def test_the_linear_chosen_for_a_model_equals_float64(hidden, inner, rows):
+    from slipstream.engine.kernels.linear import linear
+    from slipstream.engine.kernels.small_gemm import make_split_workspace
 
-    x, weight, norm = randn(rows, 1024), randn(2 * 3072, 1024, scale=0.05), randn(1024)
-    gate, up = (normed(x.double(), norm) @ weight.double().T).chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
-    assert_near(small_gemm(x, weight, GemmConfig(block_n=16, block_k=128), norm=norm, silu_mul=True, eps=EPS), expected)
-    if rows <= 8:
-        assert_near(gemv(x, weight, norm=norm, silu_mul=True, eps=EPS), expected)
+    x, norm, residual = randn(rows, hidden), randn(hidden), randn(rows, hidden)
+    gate_up, down, qkv = (randn(*shape, scale=0.02) for shape in ((2 * inner, hidden), (hidden, inner), (4096, hidden)))
+    workspace = make_split_workspace(max_features=hidden, device=CUDA)
+    gate, up = (normed(x.double(), norm) @ gate_up.double().T).chunk(2, -1)
+    middle = linear(x, gate_up, workspace, norm=norm, eps=EPS, gated=True)
+    assert_near(middle, torch.nn.functional.silu(gate) * up)
+    assert_near(linear(x, qkv, workspace, norm=norm, eps=EPS), normed(x.double(), norm) @ qkv.double().T)
+    expected = middle.double() @ down.double().T + residual.double()
+    assert linear(middle, down, workspace, add_to=residual) is residual
+    assert_near(residual, expected)
 
 
 def paged(seq_lens, num_kv_heads, head_dim, page_size):

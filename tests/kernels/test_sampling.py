@@ -10,7 +10,7 @@ from slipstream.engine.sampling.counter_random import exponential
 from slipstream.engine.sampling.sampling_table import SamplingTable
 
 VOCAB = 5000
-MAX_ROWS = 8
+MAX_ROWS = 20
 
 
 def make_table(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -145,3 +145,11 @@ def test_a_workspace_for_another_vocabulary_is_refused():
     workspace = make_sampler_workspace(max_rows=1, vocab_size=VOCAB, device="cpu")
     with pytest.raises(ValueError, match="another vocabulary than 100"):
         run(torch.zeros(1, 100), make_table(1), workspace)
+
+
+def test_many_rows_in_long_chunks_choose_as_few_rows_do():
+    logits = torch.randn(17, VOCAB)
+    table = make_table(17, temperature=[0.0, *[0.9] * 16], top_p=[1.0, *[0.8] * 8, *[1.0] * 8])
+    assert run(logits, table)[0] == reference(logits, table, 17)
+    few = make_table(16, temperature=[0.0, *[0.9] * 15], top_p=[1.0, *[0.8] * 8, *[1.0] * 7])
+    assert run(logits, table)[0][:16] == run(logits[:16], few)[0]

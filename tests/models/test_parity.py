@@ -37,9 +37,7 @@ def test_every_kind_of_the_fixture_is_tested(kinds):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunked_prefill_then_decode_agrees_with_transformers(
-    kind, page_size, checkpoint, reference_logits, stepper
-):
+def test_chunked_prefill_then_decode_agrees_with_transformers(kind, page_size, checkpoint, reference_logits, stepper):
     folder = checkpoint(kind)
     ids = sequence(120, seed=3)
     expected = reference_logits(folder, ids)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -40,7 +42,7 @@ class KVPool:
         size = (num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
 
         def pages() -> list[torch.Tensor]:
-            return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+            return [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
 
         self.keys = pages()
         self.values = pages()
@@ -70,3 +72,10 @@ class KVPool:
             self._key_rows[layer].index_select(0, pages).view(size),
             self._value_rows[layer].index_select(0, pages).view(size),
         )
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that on the CPU take memory only where they are written: numpy asks the system for pages that are zero."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)

@@ -307,16 +307,16 @@ class TestDeadlines:
     def test_one_that_was_sent_back_is_finished_with_what_it_has(self, hand) -> None:
         h = hand(num_pages=8, prefix_cache=False)
         h.scheduler._ratio.value = 0.0
-        requests = [self.add(h, 10.0), self.add(h, None)]
+        requests = [self.add(h, 10.0), self.add(h, 10.0)]
         while not h.scheduler.stats.num_retractions:
             h.step()
         victim = next(request for request in requests if request.num_retractions)
-        victim.deadline = 10.0
-        h.scheduler._deadlines.add(victim)
         ends = {update.request: update.end for update in h.scheduler.expire(10.0)}
         assert ends[victim].reason == "deadline"
-        assert ends[victim].usage.output_tokens > 0
-        h.run()
+        assert ends[victim].usage.output_tokens == victim.num_outputs > 0
+        assert set(ends) == set(requests)
+        assert not h.scheduler.has_work()
+        assert h.num_home_pages == 8
 
     def test_those_that_ended_before_are_forgotten(self, hand) -> None:
         h = hand(max_queued_requests=10_000)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from ...streams.graph import CapturedGraph, GraphPool
+from ...streams.breakable_graph import BreakableGraph, GraphBreaks
+from ...streams.graph import CapturedGraph, Graph, GraphPool
 from ..kernels.step_prologue import StepInputs, empty_step_inputs
 from ..kernels.table_writes import table_writes
-from ..models.fused_decoder import DecodeRows, FusedDecoder
+from ..models.fused_decoder import DecodeRows
 from ..sampling.cuda_sampler import CudaSampler, SampleKind
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ def decode_buckets(max_rows: int) -> tuple[int, ...]:
     sizes = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     sizes += range(320, max(max_rows, 1) + 64, 64)
     return (*[size for size in sizes if size < max_rows], max_rows)
+
+
+class DecodeForward(Protocol):
+    """A decode forward on static tensors."""
+
+    def forward(self, step: DecodeRows, inputs: StepInputs) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +65,30 @@ class DecodeBucket:
     num_rows: int
     inputs: StepInputs
     drawable_rows: torch.Tensor
-    forward: CapturedGraph[torch.Tensor]
+    forward: Graph[torch.Tensor]
     samples: dict[SampleKind, CapturedGraph[None]]
 
 
 class DecodeGraphRunner:
     """Owns the static block and the graphs. Home: the compute lane. Lifetime: the worker's."""
 
-    def __init__(self, decoder: FusedDecoder, row_state: RowState, sampler: CudaSampler, *, max_rows: int) -> None:
+    def __init__(
+        self,
+        decoder: DecodeForward,
+        row_state: RowState,
+        sampler: CudaSampler,
+        *,
+        max_rows: int,
+        breaks: GraphBreaks | None = None,
+        is_debug: bool = False,
+    ) -> None:
+        """`breaks`: those of a decoder that breaks; `is_debug`: the whole forward is one of them, and no kernel of it is
+        captured.
+        """
         device = row_state.page_table.device
         self._decoder = decoder
+        self._breaks = breaks
+        self._is_debug = is_debug
         self._row_state = row_state
         self._sampler = sampler
         self._max_rows = max_rows
@@ -141,7 +162,13 @@ class DecodeGraphRunner:
             table_writes(self._num_writes, self._writes, self._row_state.page_table)
             return self._decoder.forward(step, inputs)
 
-        captured = CapturedGraph(forward, pool, warmups=1)
+        captured: Graph[torch.Tensor]
+        if self._breaks is None:
+            captured = CapturedGraph(forward, pool, warmups=1)
+        elif self._is_debug:
+            captured = BreakableGraph(self._breaks.eager_on_graph(forward), pool, self._breaks, warmups=1)
+        else:
+            captured = BreakableGraph(forward, pool, self._breaks, warmups=1)
         logits = captured.output
 
         def draw(kind: SampleKind) -> None:

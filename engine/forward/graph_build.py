@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...streams.breakable_graph import GraphBreaks
 from ...streams.graph import GraphPool
 from ..errors import ConfigError
 from ..models.fused_decoder import FusedDecoder
 from ..sampling.cuda_sampler import CudaSampler
 from .cuda_step import CudaParts
-from .decode_graph_runner import DecodeGraphRunner
+from .decode_graph_runner import DecodeForward, DecodeGraphRunner
+from .plain_decoder import PlainDecoder
 from .row_samplings import RowSamplings
 
 if TYPE_CHECKING:
@@ -33,12 +35,16 @@ def build_cuda_parts(
         next_ids=runner.row_state.relay.table,
         device=device,
     )
-    decode_graphs = None
-    if config.decode_graph != "off" and not config.debug_cuda_graph:
-        if FusedDecoder.serves(runner.model):
-            decode_graphs = _capture_decode(config, runner, sampler, limits, device)
-        elif config.decode_graph != "auto":
-            raise ConfigError("decode graphs need a model without biases, in bfloat16 or float16", field="decode_graph")
+    decode_graphs = _decode_graphs(config, runner, sampler, limits)
+    if decode_graphs is not None:
+        # Each capture collects garbage first; what has been loaded by now need not be walked every time.
+        gc.collect()
+        gc.freeze()
+        try:
+            with torch.inference_mode():
+                decode_graphs.capture_blocking(GraphPool(device))
+        finally:
+            gc.unfreeze()
     return CudaParts(
         runner=runner,
         sampler=sampler,
@@ -49,23 +55,41 @@ def build_cuda_parts(
     )
 
 
-def _capture_decode(
-    config: EngineConfig, runner: ModelRunner, sampler: CudaSampler, limits: WorkerLimits, device: torch.device
-) -> DecodeGraphRunner:
-    decoder = FusedDecoder(
-        runner.model,
-        runner.kv_pool,
+def _decode_graphs(
+    config: EngineConfig, runner: ModelRunner, sampler: CudaSampler, limits: WorkerLimits
+) -> DecodeGraphRunner | None:
+    """The runner that the settings mean, nothing captured yet; None for eager decode. Raises ConfigError."""
+    mode, attention = config.decode_graph, runner.decode_attention.capabilities
+    if mode == "off":
+        return None
+    wanted = "full" if mode == "auto" else mode
+    breaks = GraphBreaks(runner.row_state.page_table.device) if mode == "breakable" or config.debug_cuda_graph else None
+    # A host plan is made of the step's own lengths, which a captured decode forward never sees.
+    if attention.needs_host_plan or (breaks is None and wanted not in attention.graph_modes):
+        if mode == "auto":
+            return None
+        raise ConfigError(
+            f"attention backend {attention.name!r} cannot be captured in {wanted} graphs", field="decode_graph"
+        )
+    decoder: DecodeForward
+    fuses = attention.name == "triton" and breaks is None and not config.row_invariant
+    if fuses and FusedDecoder.serves(runner.model):
+        decoder = FusedDecoder(
+            runner.model, runner.kv_pool, runner.row_state, max_rows=limits.num_rows, row_invariant=False
+        )
+    else:
+        decoder = PlainDecoder(
+            runner.model,
+            runner.kv_pool,
+            runner.row_state,
+            runner.decode_attention,
+            breaks=None if config.debug_cuda_graph else breaks,
+        )
+    return DecodeGraphRunner(
+        decoder,
         runner.row_state,
+        sampler,
         max_rows=limits.num_rows,
-        row_invariant=config.row_invariant,
+        breaks=breaks,
+        is_debug=config.debug_cuda_graph,
     )
-    graphs = DecodeGraphRunner(decoder, runner.row_state, sampler, max_rows=limits.num_rows)
-    # Each capture collects garbage first; what has been loaded by now need not be walked every time.
-    gc.collect()
-    gc.freeze()
-    try:
-        with torch.inference_mode():
-            graphs.capture_blocking(GraphPool(device))
-    finally:
-        gc.unfreeze()
-    return graphs

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ..attention.backend import AttentionSpec
+from ..attention.backend import AttentionBackend, AttentionSpec
 from ..attention.registry import make_backends
 from ..loader.dummy_loader import fill_dummy_weights
 from ..loader.safetensors_loader import iterate_tensors, load_weights
@@ -50,6 +50,8 @@ class ModelRunner:
     memory: MemoryPlan
     kv_pool: KVPool
     row_state: RowState
+    decode_attention: AttentionBackend
+    extend_attention: AttentionBackend
     runners: tuple[Runner, ...]
 
     @classmethod
@@ -87,7 +89,15 @@ class ModelRunner:
         )
         decode, extend = make_backends(spec, decode=config.decode_attention, prefill=config.prefill_attention)
         eager = EagerRunner(model, kv_pool, decode_attention=decode, extend_attention=extend)
-        return cls(model=model, memory=memory, kv_pool=kv_pool, row_state=row_state, runners=(eager,))
+        return cls(
+            model=model,
+            memory=memory,
+            kv_pool=kv_pool,
+            row_state=row_state,
+            decode_attention=decode,
+            extend_attention=extend,
+            runners=(eager,),
+        )
 
     def forward(self, batch: ScheduleBatch, staged: StagedStep) -> tuple[ForwardBatch, ForwardOutput]:
         """Apply the step's writes, derive its batch, compute it. Runs on the compute lane, in inference mode."""

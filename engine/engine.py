@@ -68,7 +68,7 @@ class Engine:
     Everything here is called on the event loop that started the engine.
     """
 
-    def __init__(self, config: EngineConfig | None = None, **settings: object) -> None:
+    def __init__(self, config: EngineConfig | None = None, /, **settings: object) -> None:
         """`config`, or its settings by name. Raises: ConfigError naming the field."""
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError("config must be an EngineConfig; a model is named by Engine(model=…)", field="config")

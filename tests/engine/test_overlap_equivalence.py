@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slipstream import SamplingParams
 from slipstream.engine.engine import Engine, RequestHandle
 from slipstream.engine.outputs import Cancelled, End, Failed, Finished
-from slipstream.engine.scheduler import new_token_ratio
+from slipstream.engine.scheduler import new_token_ratio, prefill_adder
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.worker import WorkerLimits
 
@@ -45,11 +45,13 @@ class Scenario:
     num_rows: int
     chunk_pages: int
     prefix_cache: bool
+    policy: str
     arrivals: tuple[Arrival, ...]
     late_every: int
     expected_ratio: float  # how much output is reserved for: near 0, requests run into each other and are retracted
     launch_faults: frozenset[int]
     forward_faults: frozenset[int]
+    resolve_faults: frozenset[int]
     row_faults: frozenset[tuple[int, int]]
 
 
@@ -99,11 +101,13 @@ def scenarios(draw: st.DrawFn, *, faults: bool, aborts: bool) -> Scenario:
         num_rows=draw(st.integers(1, 8) | st.just(8)),
         chunk_pages=draw(st.integers(1, 4)),
         prefix_cache=draw(st.booleans()),
+        policy=draw(st.sampled_from(("fcfs", "lpm", "shortest-prefill"))),
         arrivals=tuple(arrivals),
         late_every=draw(st.integers(1, 5)),
         expected_ratio=draw(st.sampled_from((0.0, 0.0, 0.7))),
         launch_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
         forward_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
+        resolve_faults=draw(st.frozensets(steps, max_size=1) if faults else none),
         row_faults=draw(
             st.frozensets(st.tuples(steps, st.integers(0, 7)), max_size=3) if faults else st.just(frozenset())
         ),
@@ -115,6 +119,7 @@ async def play(scenario: Scenario, *, overlap: bool) -> tuple[list[Recorder], En
         late_turns=lambda step: step % scenario.late_every,
         launch_faults=scenario.launch_faults,
         forward_faults=scenario.forward_faults,
+        resolve_faults=scenario.resolve_faults,
         row_faults=scenario.row_faults,
     )
     limits = WorkerLimits(
@@ -130,10 +135,16 @@ async def play(scenario: Scenario, *, overlap: bool) -> tuple[list[Recorder], En
         page_size=scenario.page_size,
         chunked_prefill_size=max(scenario.chunk_pages * scenario.page_size, 8),
         prefix_cache=scenario.prefix_cache,
+        schedule_policy=scenario.policy,
     )
     engine.proves_laws = True
     recorders = [Recorder() for _ in scenario.arrivals]
-    with patch.object(new_token_ratio, "INITIAL", scenario.expected_ratio):
+    ratio = scenario.expected_ratio
+    with (
+        patch.object(new_token_ratio, "INITIAL", ratio),
+        patch.object(new_token_ratio, "LOWEST", min(ratio, new_token_ratio.LOWEST)),
+        patch.object(prefill_adder, "SHARED_TOKENS", 4),  # prompts are short here, and still wait for each other
+    ):
         await submit_all(engine, scenario, recorders)
     assert engine.death is None
     for recorder in recorders:
@@ -192,6 +203,7 @@ def test_aborts_and_faults_end_each_request_once_and_bring_everything_home(scena
                     **scenario.__dict__,
                     "launch_faults": frozenset(),
                     "forward_faults": frozenset(),
+                    "resolve_faults": frozenset(),
                     "row_faults": frozenset(),
                     "arrivals": tuple(Arrival(**{**a.__dict__, "abort_after": None}) for a in scenario.arrivals),
                 }

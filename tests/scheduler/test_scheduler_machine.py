@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,6 +12,7 @@ from slipstream import SamplingParams
 from slipstream.engine.errors import StepFailed
 from slipstream.engine.request import Request, RequestState
 from slipstream.engine.request_builder import RequestBuilder
+from slipstream.engine.scheduler import prefill_adder
 from slipstream.engine.scheduler.schedule_batch import NoBatch, ScheduleBatch
 from slipstream.engine.scheduler.scheduler import Scheduler, Update
 from slipstream.engine.worker import StepOutcome, WorkerLimits
@@ -26,8 +29,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_rows=st.integers(1, 5),
         prefix_cache=st.booleans(),
         ratio=st.sampled_from([0.0, 0.7]),
+        policy=st.sampled_from(["fcfs", "lpm", "shortest-prefill", "priority"]),
     )
-    def open(self, page_size: int, num_pages: int, num_rows: int, prefix_cache: bool, ratio: float) -> None:
+    def open(
+        self, page_size: int, num_pages: int, num_rows: int, prefix_cache: bool, ratio: float, policy: str
+    ) -> None:
         self.limits = WorkerLimits(
             num_pages=num_pages,
             page_size=page_size,
@@ -41,8 +47,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prefill_tokens=4 * page_size,
             max_queued_requests=8,
             prefix_cache=prefix_cache,
+            schedule_policy=policy,
         )
         self.scheduler._ratio.value = ratio
+        self.patches = patch.object(prefill_adder, "SHARED_TOKENS", 4)
+        self.patches.start()
         self.builder = RequestBuilder(self.limits, None)
         self.requests: list[Request] = []
         self.flights: list[ScheduleBatch] = []
@@ -53,15 +62,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14),
         max_tokens=st.integers(0, 12),
         stops=st.booleans(),
+        priority=st.integers(-1, 1),
         repeats=st.booleans(),
     )
-    def arrive(self, prompt: list[int], max_tokens: int, stops: bool, repeats: bool) -> None:
+    def arrive(self, prompt: list[int], max_tokens: int, stops: bool, priority: int, repeats: bool) -> None:
         longest = self.limits.max_model_len
         if repeats and self.requests:
             prompt = self.requests[0].ids[:10].tolist()
         prompt = prompt[: longest - 1]
         params = SamplingParams(max_tokens=min(max_tokens, longest - len(prompt)), stop_token_ids=(3,) if stops else ())
-        request = self.builder.build(prompt, params, None, request_id=None, salt=None)  # type: ignore[arg-type]
+        request = self.builder.build(prompt, params, None, request_id=None, salt=None, priority=priority)  # type: ignore[arg-type]
         self.scheduler.add(request)
         self.requests.append(request)
 
@@ -137,6 +147,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened: what is left runs to its end, and everything comes home."""
         if not hasattr(self, "scheduler"):
             return
+        try:
+            self.run_to_the_end()
+        finally:
+            self.patches.stop()
+
+    def run_to_the_end(self) -> None:
         for _ in range(5000):
             if len(self.flights) < 2:
                 self.plan()

@@ -35,7 +35,7 @@ class CudaParts:
     samplings: RowSamplings
     device: torch.device
     stage: Callable[
-        [Slot, bytes], torch.Tensor
+        [Slot, bytes | bytearray], torch.Tensor
     ]  # packed bytes as int32 in pinned memory that lives as long as the step
     dead_shipped: bool = False  # the device's dead flags are not all clear
     kind: SampleKind = SampleKind.GREEDY

@@ -32,9 +32,7 @@ def linear(
     choice = choose(features, width, rows, gated=gated, splittable=splittable)
     adds = add_to is not None
     if isinstance(choice, Gemv):
-        return gemv(
-            x, weight, out=add_to, norm=norm, eps=eps, silu_mul=gated, add=adds, num_warps=choice.num_warps
-        )
+        return gemv(x, weight, out=add_to, norm=norm, eps=eps, silu_mul=gated, add=adds, num_warps=choice.num_warps)
     fused_norm = norm if isinstance(choice, Resident) and choice.fuses_norm else None
     if norm is not None and fused_norm is None:
         x = rmsnorm(x, norm, eps)

@@ -72,7 +72,8 @@ class Bench:
         sizes = [(choose.randint(100, 1024), choose.randint(100, 1024)) for _ in range(256)]
         jobs = [
             self.engine.complete(
-                self.prompt(num_prompt), SamplingParams(max_tokens=num_outputs, temperature=0.6, ignore_eos=True, seed=0)
+                self.prompt(num_prompt),
+                SamplingParams(max_tokens=num_outputs, temperature=0.6, ignore_eos=True, seed=0),
             )
             for num_prompt, num_outputs in sizes
         ]

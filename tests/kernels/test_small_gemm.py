@@ -119,7 +119,12 @@ def test_linear_equals_float64_whatever_kernel_it_chooses(rows, features, width)
 def test_the_choice_covers_every_shape_of_the_two_models():
     kinds = {
         (features, rows): type(choose(features, width, rows, gated=gated, splittable=features <= 4096)).__name__
-        for features, width, gated in ((4096, 1024, False), (3072, 1024, True), (14336, 4096, True), (151936, 1024, False))
+        for features, width, gated in (
+            (4096, 1024, False),
+            (3072, 1024, True),
+            (14336, 4096, True),
+            (151936, 1024, False),
+        )
         for rows in (1, 8, 64, 65)
     }
     assert {kind for (_, rows), kind in kinds.items() if rows == 1} == {"Gemv"}

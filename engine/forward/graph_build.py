@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ..sampling.cuda_sampler import CudaSampler
 from .cuda_step import CudaParts
 from .decode_graph_runner import DecodeForward, DecodeGraphRunner
 from .plain_decoder import PlainDecoder
+from .prefill_graph_runner import FullPrefill, PrefillGraphRunner
 from .row_samplings import RowSamplings
 
 if TYPE_CHECKING:
@@ -36,15 +38,20 @@ def build_cuda_parts(
         device=device,
     )
     decode_graphs = _decode_graphs(config, runner, sampler, limits)
-    if decode_graphs is not None:
-        # Each capture collects garbage first; what has been loaded by now need not be walked every time.
-        gc.collect()
-        gc.freeze()
-        try:
-            with torch.inference_mode():
-                decode_graphs.capture_blocking(GraphPool(device))
-        finally:
-            gc.unfreeze()
+    prefill_graphs = _prefill_graphs(config, runner)
+    # Each capture collects garbage first; what has been loaded by now need not be walked every time.
+    gc.collect()
+    gc.freeze()
+    try:
+        with torch.inference_mode():
+            pool = GraphPool(device)
+            if prefill_graphs is not None:
+                prefill_graphs.capture_blocking(pool)
+                runner = dataclasses.replace(runner, runners=(prefill_graphs, *runner.runners))
+            if decode_graphs is not None:
+                decode_graphs.capture_blocking(pool)
+    finally:
+        gc.unfreeze()
     return CudaParts(
         runner=runner,
         sampler=sampler,
@@ -52,6 +59,35 @@ def build_cuda_parts(
         samplings=RowSamplings(),
         device=device,
         stage=stage,
+    )
+
+
+def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRunner | None:
+    """The runner that the settings mean, nothing captured yet; None for eager prefill. Raises ConfigError."""
+    mode = config.prefill_graph
+    if mode == "off" or (mode == "auto" and config.row_invariant):
+        return None
+    full = None
+    if mode == "full":
+        if "full" not in runner.extend_attention.capabilities.graph_modes:
+            raise ConfigError(
+                f"attention backend {runner.extend_attention.capabilities.name!r} cannot be captured in full graphs",
+                field="prefill_graph",
+            )
+        full = FullPrefill(
+            attention=runner.extend_attention,
+            page_table=runner.row_state.page_table,
+            max_tokens=config.chunked_prefill_size,
+        )
+    return PrefillGraphRunner(
+        runner.model,
+        runner.kv_pool,
+        decode_attention=runner.decode_attention,
+        extend_attention=runner.extend_attention,
+        max_tokens=config.chunked_prefill_size,
+        breakable=mode != "full",
+        full=full,
+        debug=config.debug_cuda_graph,
     )
 
 

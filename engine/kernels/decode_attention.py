@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .decode_plan import DecodeWorkspace
 from .dependent_launch import DEPENDENT, prefetch_l2, release_dependents, wait_for_inputs
+from .rope_kv_write import rope_kv_write
 
 _AHEAD_TOKENS = 256
 
@@ -174,12 +175,6 @@ def _decode_kernel(
             acc += v_new.to(tl.float32)
         else:
             q = tl.load(query + d[None, :], mask=in_group, other=0.0)
-        if (left > last - block) & (last == num_blocks):
-            # The next sequence's first block travels while this one is computed; its row is this one's or the next.
-            next_row = tl.where(head == HK - 1, row + 1, row)
-            next_request = tl.load(rows_ptr + next_row).to(tl.int64)
-            _prefetch_block(k_ptr, v_ptr, table_ptr + next_request * table_stride, 0, tl.load(seq_lens_ptr + next_row),
-                            tl.where(head == HK - 1, 0, head + 1), kv_stride, D, PAGE, BT, left > 0, PDL)  # fmt: skip
         best, weight, acc = _attend(
             q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
             D, PAGE, BT, STAGES,
@@ -220,10 +215,13 @@ def _decode_kernel(
 class RopeInputs:
     """What `decode_attention` needs to take the packed QKV projection instead of rotated queries.
 
-    cos_sin [max_pos, D] fp32 as in `rope_kv_write`; q_norm, k_norm [D] or None; eps of those norms.
+    cos_sin [max_pos, D] fp32 as in `rope_kv_write`; positions [B] int, seq_len - 1 of a live row; slots [B] int, where the
+    new token's k and v go; q_norm, k_norm [D] or None; eps of those norms.
     """
 
     cos_sin: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 1e-6
@@ -248,7 +246,8 @@ def decode_attention(
     Shapes: q [B, Hq, D], or with `rope` the packed projection [B, (Hq + 2 Hk) D]; k_cache, v_cache [pages, page_size, Hk,
     D], contiguous; page_table [R, max_pages] int, used through rows [B] int; seq_lens [B] int, the new token included;
     out [B, Hq, D], contiguous rows. A row of seq_len 0 gets zeros.
-    With `rope` the kernel also normalises, rotates and writes the new token's k and v: `rope_kv_write` is not called.
+    With `rope` the new token's q and k are normalised and rotated here and its k and v written, in the same kernel while
+    rows are few, in one of its own otherwise.
     `ahead` lets it read plan, seq_lens, rows and page table before its predecessor has finished: at least one other
     kernel of this package must run between whatever wrote those and this one.
     """
@@ -258,13 +257,19 @@ def decode_attention(
         raise ValueError(f"head_dim {head_dim}: the Triton decode kernel wants a power of two from 16 on")
     num_rows = seq_lens.shape[0]
     heads = group * num_kv_heads
+    tiling = workspace.tiling(num_rows)
+    if rope is not None and not tiling.fuses_rope:
+        q = rope_kv_write(
+            q, rope.positions, rope.slots, rope.cos_sin, k_cache, v_cache,
+            num_q_heads=heads, q_norm=rope.q_norm, k_norm=rope.k_norm, eps=rope.eps,
+        )  # fmt: skip
+        rope = None
     if out is None:
         out = torch.empty((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     group_block = triton.next_power_of_2(group)
     cos_sin = workspace.partial_out if rope is None else rope.cos_sin
     q_norm = q if rope is None or rope.q_norm is None else rope.q_norm
     k_norm = q if rope is None or rope.k_norm is None else rope.k_norm
-    tiling = workspace.tiling(num_rows)
     _decode_kernel[(workspace.num_programs(num_rows),)](
         q, k_cache, v_cache, out, page_table, rows, seq_lens, q_norm, k_norm, cos_sin,
         workspace.plan, workspace.share, workspace.partial_out, workspace.partial_stats, workspace.arrivals,

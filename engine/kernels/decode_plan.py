@@ -18,7 +18,8 @@ class DecodeTiling:
     """How a step's work is cut: KV blocks of `block_tokens`, at least `least_share` of them a program.
 
     The compiler splits its pipeline stages between the page lookup and the KV loads that depend on it: 2 n + 1 stages
-    keep n KV blocks in flight.
+    keep n KV blocks in flight. `fuses_rope`: rotation and KV write in the attention kernel save a launch, but cost it the
+    registers that several programs on a multiprocessor live on.
     """
 
     block_tokens: int = 64
@@ -26,12 +27,13 @@ class DecodeTiling:
     programs_per_multiprocessor: int = 3
     num_warps: int = 4
     least_share: int = 1
+    fuses_rope: bool = False
 
 
 # Measured on an H200. Few sequences: long blocks, because every further part costs its combination; many: small programs,
 # of which several fit a multiprocessor, so that one loads while another computes.
-_FEW = DecodeTiling(block_tokens=128, programs_per_multiprocessor=1)
-_SOME = DecodeTiling(stages=7, programs_per_multiprocessor=2)
+_FEW = DecodeTiling(block_tokens=128, programs_per_multiprocessor=1, fuses_rope=True)
+_SOME = DecodeTiling(stages=7, programs_per_multiprocessor=2, fuses_rope=True)
 _MANY = DecodeTiling()
 
 

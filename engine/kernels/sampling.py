@@ -302,8 +302,9 @@ def sample(
     num_slots, vocab = logits.shape
     if triton.cdiv(vocab, _CHUNK) != workspace.winners.shape[1]:
         raise ValueError(f"the workspace is for another vocabulary than {vocab}")
-    # With few rows the chunks fill the card; with many they need not, and fewer programs cost less.
-    chunk = _CHUNK if num_slots <= _FEW_ROWS else _LONG_CHUNK
+    # With few rows short chunks fill the card; with many they need not, and fewer programs cost less, but not where each
+    # draws: that wants the registers.
+    chunk = _LONG_CHUNK if greedy and num_slots > _FEW_ROWS else _CHUNK
     chunks = triton.cdiv(vocab, chunk)
     max_rows = workspace.arrivals.shape[0]
     per_row = (rows, num_rows, lengths, dead, table.temperature, table.top_k, table.top_p, table.min_p, table.seed)

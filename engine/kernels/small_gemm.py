@@ -16,13 +16,14 @@ MAX_ROWS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
     """Tile of one program: up to `block_m` rows by `block_n` features, `block_k` of the inner side at a time; `split_k`
-    programs share a tile's sum.
+    programs share a tile's sum; `ahead` steps of W are sent for before the input is ready.
     """
 
     block_n: int
     block_k: int
     split_k: int = 1
     block_m: int = 128
+    ahead: int = 4
     num_stages: int = 4
     num_warps: int = 4
 
@@ -50,7 +51,7 @@ def make_split_workspace(
 def _small_gemm_kernel(
     x_ptr, weight_ptr, out_ptr, partial_ptr, arrivals_ptr, rows, x_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -69,7 +70,7 @@ def _small_gemm_kernel(
     if PDL:
         # The first tiles travel to L2 while the kernel before this one still computes the input.
         ahead = first + tl.arange(0, BK // 64) * 64
-        for step in tl.static_range(min(STAGES, steps)):
+        for step in tl.static_range(min(AHEAD, steps)):
             line = weight_rows + (ahead + step * BK)[None, :]
             prefetch_l2(line, PDL)
             if SILU:
@@ -157,7 +158,7 @@ def small_gemm(
     _small_gemm_kernel[grid](
         x, weight, out, partial, arrivals, rows, x.stride(0), out.stride(0),
         N=features, K=width, BM=block_m, BN=config.block_n, BK=config.block_k, SPLIT=split,
-        STAGES=config.num_stages, SILU=silu_mul, ADD=add, PDL=DEPENDENT,
+        STAGES=config.num_stages, AHEAD=config.ahead, SILU=silu_mul, ADD=add, PDL=DEPENDENT,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=DEPENDENT,
     )  # fmt: skip
     return out

@@ -153,13 +153,14 @@ def test_decode_attention_equals_float64_and_itself(num_q_heads, num_kv_heads, h
         assert_near(whole[b], expected, 1e-2)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "with_norm"), [(16, 8, True), (32, 8, False)])
-def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q_heads, num_kv_heads, with_norm):
+def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q_heads, num_kv_heads, with_norm, few):
     from slipstream.engine.kernels.decode_attention import RopeInputs, decode_attention
     from slipstream.engine.kernels.decode_plan import make_decode_workspace, plan_decode
     from slipstream.engine.kernels.rope_kv_write import rope_kv_write
 
-    seq_lens = [1, 17, 1024, 65, 300]
+    seq_lens = [1, 17, 1024, 65, 300] * (1 if few else 30)
     k_cache, v_cache, table, rows = paged(seq_lens, num_kv_heads, 128, 16)
     qkv, lengths = randn(len(seq_lens), (num_q_heads + 2 * num_kv_heads) * 128), ints(seq_lens)
     norms = {"q_norm": randn(128), "k_norm": randn(128)} if with_norm else {}
@@ -173,10 +174,12 @@ def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q
     cos, sin = (c[:, None].double() for c in cos_sin[positions.long()].chunk(2, -1))
     a, b = part.chunk(2, -1)
     assert_near(q, torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
-    workspace = make_decode_workspace(max_rows=8, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=128, device=CUDA)
+    workspace = make_decode_workspace(
+        max_rows=256, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=128, device=CUDA
+    )
     plan_decode(lengths, workspace)
     expected = decode_attention(q, k_two, v_two, table, rows, lengths, workspace)
-    rope = RopeInputs(cos_sin=cos_sin, eps=EPS, **norms)
+    rope = RopeInputs(cos_sin=cos_sin, positions=positions, slots=slots, eps=EPS, **norms)
     fused = decode_attention(qkv, k_cache, v_cache, table, rows, lengths, workspace, rope=rope)
     assert_near(fused, expected, 5e-3)
     assert_near(k_cache, k_two, 1e-3)

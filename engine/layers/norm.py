@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from .fused import is_fused
 
@@ -21,7 +20,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.eps = eps
-        self._shape = (size,)
+        self._eps = torch.full((), eps, dtype=torch.float32, device=device)
         self._norm: Callable[..., torch.Tensor] | None = None
         self._add_norm: Callable[..., torch.Tensor] | None = None
         if is_fused(device, dtype):
@@ -32,11 +31,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._norm is not None:
             return self._norm(x, self.weight, self.eps)
-        return functional.rms_norm(x, self._shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum. Shapes: x, residual [T, size]. `x` is given up."""
         if self._add_norm is not None:
             return self._add_norm(x, residual, self.weight, self.eps, out=x)
-        residual.add_(x)
-        return functional.rms_norm(residual, self._shape, self.weight, self.eps)
+        return rms_norm(residual.add_(x), self.weight, self._eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """The norm in torch operations, rounded to the dtype of `x` before the weight as transformers does.
+
+    By `vector_norm`, since torch's own rms_norm makes so many temporaries that it takes ten times as long on a CPU for
+    512 tokens. Shapes: x [..., size], weight [size], eps [] fp32.
+    """
+    length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+    normed = x * torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+    return (normed if normed.dtype == x.dtype else normed.to(x.dtype)).mul_(weight)

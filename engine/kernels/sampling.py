@@ -90,7 +90,9 @@ def _exponential(ids, first, second, COMPILED: tl.constexpr):
     u = (word.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
     # -log(1 - u) by its series where u is small: 1 - u loses the low bits of the variates that decide who wins.
     series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * 0.2))))
-    return tl.where(u < 0.03125, series, _log2(tl.maximum(1.0 - u, 9.357622968840175e-14), COMPILED) * -0.6931471805599453)
+    return tl.where(
+        u < 0.03125, series, _log2(tl.maximum(1.0 - u, 9.357622968840175e-14), COMPILED) * -0.6931471805599453
+    )
 
 
 @triton.jit

@@ -148,7 +148,9 @@ def small_gemm(
     if split > 1:
         if silu_mul or workspace is None:
             raise ValueError("a split sum needs a workspace, and no silu_mul")
-        if split * grid[2] * block_m * features > workspace.partial.numel() or grid[0] * grid[2] > len(workspace.arrivals):
+        if split * grid[2] * block_m * features > workspace.partial.numel() or grid[0] * grid[2] > len(
+            workspace.arrivals
+        ):
             raise ValueError(f"the workspace is too small for {rows} rows of {features} features in {split} parts")
     if out is None:
         if add:

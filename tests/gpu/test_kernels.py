@@ -64,7 +64,12 @@ def test_matrix_products_of_few_rows_equal_float64(features, width, rows):
     from slipstream.engine.kernels.resident_gemm import ResidentConfig, resident_gemm
     from slipstream.engine.kernels.small_gemm import GemmConfig, make_split_workspace, small_gemm
 
-    x, weight, norm, residual = randn(rows, width), randn(features, width, scale=0.05), randn(width), randn(rows, features)
+    x, weight, norm, residual = (
+        randn(rows, width),
+        randn(features, width, scale=0.05),
+        randn(width),
+        randn(rows, features),
+    )
     workspace = make_split_workspace(max_features=features, device=CUDA)
     plain = x.double() @ weight.double().T
     after_norm = normed(x.double(), norm) @ weight.double().T
@@ -189,7 +194,8 @@ def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64)])
 @pytest.mark.parametrize(
-    ("new_tokens", "prefixes"), [([1], [0]), ([128], [0]), ([5, 0, 700, 1], [0, 0, 0, 90]), ([2000, 3, 65], [100, 7, 64])]
+    ("new_tokens", "prefixes"),
+    [([1], [0]), ([128], [0]), ([5, 0, 700, 1], [0, 0, 0, 90]), ([2000, 3, 65], [100, 7, 64])],
 )
 def test_prefill_attention_equals_float64(num_q_heads, num_kv_heads, head_dim, page_size, new_tokens, prefixes):
     from slipstream.engine.kernels.prefill_attention import prefill_attention
@@ -213,7 +219,9 @@ def test_the_step_prologue_derives_the_inputs_of_a_step():
     lengths, next_ids = ints([0, 33, 15, 16]), ints([7, 70, 71, 72], torch.int64)
     table, inputs = torch.arange(4 * 64, dtype=torch.int32, device=CUDA).view(4, 64) + 1, empty_step_inputs(4, CUDA)
     embedding, hidden = randn(80, 4096), randn(4, 4096)
-    step_prologue(ints([3, 1, 2, 2]), ints([2]), next_ids, lengths, table, 16, inputs, embedding=embedding, hidden=hidden)
+    step_prologue(
+        ints([3, 1, 2, 2]), ints([2]), next_ids, lengths, table, 16, inputs, embedding=embedding, hidden=hidden
+    )
     assert inputs.ids.tolist() == [72, 70, 0, 0]
     assert inputs.positions.tolist() == [16, 33, 0, 0]
     assert inputs.seq_lens.tolist() == [17, 34, 0, 0]
@@ -260,7 +268,9 @@ def test_the_sampler_chooses_what_its_definition_chooses(dtype, options):
                 if m:
                     x[x < x.max() + torch.tensor(m).log()] = float("-inf")
                 score[b] = x
-            score -= exponential(table.seed, lengths, torch.arange(vocab, dtype=torch.int32, device=CUDA)).double().log()
+            score -= (
+                exponential(table.seed, lengths, torch.arange(vocab, dtype=torch.int32, device=CUDA)).double().log()
+            )
         chosen, best = score.gather(1, ids[:, None])[:, 0], score.max(1).values
         assert (best - chosen).max().item() < 1e-4
     assert not workspace.arrivals.any()

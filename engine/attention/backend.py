@@ -72,9 +72,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBucket:
-    """The shape of one captured forward. Padded rows and tokens included."""
+    """The shape of one captured forward, padding included: slots for decode rows, slots for extend rows, tokens.
 
-    num_rows: int
+    A decode row's token is at its slot's index; the extend rows' tokens follow those of the decode rows that there are.
+    """
+
+    num_decode: int
+    num_extend: int
     num_tokens: int
 
 
@@ -118,16 +122,20 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def graph_state(self, max_rows: int, max_tokens: int, page_table: torch.Tensor) -> GraphState:
+    def graph_state(self, largest: GraphBucket, page_table: torch.Tensor) -> GraphState:
         """Make, once, the buffers that all buckets share. `page_table`: leased from the row state."""
         ...
 
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:
-        """A plan over the static buffers for a forward that is being captured."""
+        """A plan over the static buffers, made before the capture. It takes q and `out` of all tokens: `decode` serves
+        the slots for decode rows and leaves zeros in those that are padded, so it must come before `extend`.
+        """
         ...
 
-    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch) -> None:
-        """Fill the static buffers for `batch`, padding its tail with the fill length."""
+    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch, *, decode: bool, extend: bool) -> None:
+        """Fill the static buffers for the decode rows of `batch`, its extend rows, or both; padded slots get the fill
+        length.
+        """
         ...
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -52,7 +52,8 @@ def serves_prebuilt(spec: AttentionSpec) -> bool:
 
 
 class FlashInferBackend:
-    """`AttentionBackend` for 16-bit pools on CUDA. In a graph it stands in the gaps.
+    """`AttentionBackend` for 16-bit pools on CUDA. With FlashAttention-3 the extend rows can stand inside a graph, whose
+    kernel walks a list that is planned anew for each replay; all else stands in the gaps.
 
     Kernels that are not prebuilt are compiled when it is made, which can take a minute; FlashAttention-3, which takes
     longest, is then done without. Raises MisuseError if a step is planned while all places are in use.
@@ -75,8 +76,12 @@ class FlashInferBackend:
         has_fa3 = is_hopper and is_prebuilt("fa3", spec.head_dim, spec.dtype)
         kernels: tuple[Kernel, ...] = ("fa2", "fa3") if has_fa3 else ("fa2",)
         self._long: Kernel = kernels[-1]
+        if has_fa3:
+            self.capabilities = replace(self.capabilities, graph_modes=frozenset(("full", "breakable")), fill_length=0)
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self._workspace = workspace
         self._places = [_Place(spec, workspace, kernels) for _ in range(_NUM_PLACES)]
+        self._graph: _GraphPlans | None = None
         self._turn = 0
         for place in self._places:
             place.load_blocking()
@@ -95,14 +100,26 @@ class FlashInferBackend:
         place.close()
         return _FlashInferPlan(spec=self._spec, decode_wrapper=decode_run, extend_wrapper=extend_run)
 
-    def graph_state(self, max_rows: int, max_tokens: int, page_table: torch.Tensor) -> GraphState:
-        raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
+    def graph_state(self, largest: GraphBucket, page_table: torch.Tensor) -> GraphState:
+        if self._long != "fa3":
+            raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph without FlashAttention-3")
+        self._graph = _GraphPlans(self._spec, self._workspace, largest, page_table)
+        return self._graph
 
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:
-        raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
+        graph = self._graph_plans()
+        graph.plan_padding(bucket.num_tokens)
+        return _FlashInferPlan(spec=self._spec, decode_wrapper=None, extend_wrapper=graph.wrapper)
 
-    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch) -> None:
-        raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
+    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch, *, decode: bool, extend: bool) -> None:
+        if decode:
+            raise MisuseError(f"attention backend {_NAME!r} has no decode inside a graph")
+        self._graph_plans().plan(_Rows.of(batch, batch.num_decode, batch.num_rows), first_token=batch.num_decode)
+
+    def _graph_plans(self) -> _GraphPlans:
+        if self._graph is None:
+            raise MisuseError("graph_state must be called before a capture")
+        return self._graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +142,23 @@ class _Rows:
             num_prior=batch.prefix_lens_cpu[first:end],
         )
 
+    @property
+    def lengths(self) -> list[int]:
+        return [prior + new for prior, new in zip(self.num_prior, self.num_new, strict=True)]
+
+    def list_pages(self, spec: AttentionSpec, out: torch.Tensor) -> None:
+        """The rows' pages into `out`, one row after the other."""
+        page_size = spec.kv_pool.page_size
+        page_lists(
+            self.page_table,
+            self.rows,
+            self.seq_lens,
+            page_size,
+            out,
+            max_pages=max(_num_pages(spec, self.lengths)),
+            max_rows=spec.num_rows,
+        )
+
 
 class _Place:
     """What the plan of one step is written to. Parts: 0 for the decode rows, 1 for the extend rows."""
@@ -133,27 +167,21 @@ class _Place:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._spec = spec
-        self._shift = spec.kv_pool.page_size.bit_length() - 1
         # A wrapper a part as well as a kernel, for a plan is part of its wrapper.
         uses: tuple[tuple[int, Kernel], ...] = ((0, "fa2"), *((1, kernel) for kernel in kernels))
         self._wrappers: dict[tuple[int, Kernel], Any] = {
             use: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=use[1]) for use in uses
         }
-        # Of each part: query and page starts [rows + 1], tokens in the last page and tokens [rows].
-        self._columns = torch.empty((2, 4, spec.num_rows + 1), dtype=torch.int32, pin_memory=True)
-        self._copied = torch.cuda.Event()
-        self._in_use = False
+        self._columns = [_pinned_columns(spec.num_rows) for _ in range(2)]
+        self._copied = _Copied()
 
     def check_free(self) -> None:
         """Raises MisuseError if the copies of an earlier plan may still read this place."""
-        if self._in_use and not self._copied.query():
-            raise MisuseError(f"attention was planned for more than {_NUM_PLACES} steps that have not run")
-        self._in_use = False
+        self._copied.check()
 
     def close(self) -> None:
         """All copies of the step's plan have been enqueued."""
         self._copied.record()
-        self._in_use = True
 
     def load_blocking(self) -> None:
         """Use every wrapper once, on page 0: modules are loaded, or compiled, and buffers made."""
@@ -168,43 +196,138 @@ class _Place:
 
     def plan(self, kernel: Kernel, rows: _Rows, *, part: int) -> Any:
         """A wrapper planned for these rows."""
-        spec, shift = self._spec, self._shift
-        num_new = rows.num_new
-        lengths = [prior + new for prior, new in zip(rows.num_prior, num_new, strict=True)]
-        num_pages = [(length - 1 >> shift) + 1 for length in lengths]
-        last_page = [(length - 1 & (1 << shift) - 1) + 1 for length in lengths]
-        page_start = [0, *accumulate(num_pages)]
-        columns = self._columns[part]
-        for column, values in zip(columns, ([0, *accumulate(num_new)], page_start, last_page, lengths), strict=True):
-            column[: len(values)].copy_(torch.tensor(values, dtype=torch.int32))
-        num_rows = len(lengths)
-        pages = torch.empty(page_start[-1], dtype=torch.int32, device=spec.device)
-        page_lists(
-            rows.page_table,
-            rows.rows,
-            rows.seq_lens,
-            1 << shift,
-            pages,
-            max_pages=max(num_pages),
-            max_rows=spec.num_rows,
-        )
         wrapper = self._wrappers[part, kernel]
-        wrapper.plan(
-            columns[0, : num_rows + 1],
-            columns[1, : num_rows + 1],
-            pages,
-            columns[2, :num_rows],
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            1 << shift,
-            causal=True,
-            q_data_type=spec.dtype,
-            kv_data_type=spec.dtype,
-            max_token_per_sequence=max(num_new),  # else FlashInfer looks for it in Python
-            seq_lens=columns[3, :num_rows],  # pinned, where FlashInfer's own would not be
-        )
+        lengths = rows.lengths
+        pages = torch.empty(sum(_num_pages(self._spec, lengths)), dtype=torch.int32, device=self._spec.device)
+        rows.list_pages(self._spec, pages)
+        _plan(wrapper, self._spec, self._columns[part], pages, rows.num_new, lengths)
         return wrapper
+
+
+class _Copied:
+    """Whether what a plan was copied from may be written again."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._is_recorded = False
+
+    def check(self) -> None:
+        """Raises MisuseError if the copies are not through: the host must not wait for them."""
+        if self._is_recorded and not self._event.query():
+            raise MisuseError(f"attention was planned for more than {_NUM_PLACES} steps that have not run")
+
+    def record(self) -> None:
+        """On the current stream, behind the copies."""
+        self._event.record()
+        self._is_recorded = True
+
+
+class _GraphPlans:
+    """One plan that all captured forwards read, at fixed addresses, rewritten before each replay from pinned memory that
+    rotates.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, workspace: torch.Tensor, largest: GraphBucket, page_table: torch.Tensor
+    ) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self._spec = spec
+        self._num_slots = largest.num_extend
+
+        def column(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=spec.device)
+
+        self._pages = column(largest.num_extend * page_table.shape[1])
+        self.wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=column(largest.num_extend + 1),
+            paged_kv_indptr_buf=column(largest.num_extend + 1),
+            paged_kv_indices_buf=self._pages,
+            paged_kv_last_page_len_buf=column(largest.num_extend),
+            backend="fa3",
+        )
+        own: torch.Tensor = self.wrapper._pin_memory_int_workspace_buffer
+        self._pinned = [own, *(torch.empty_like(own, pin_memory=True) for _ in range(_NUM_PLACES - 1))]
+        self._columns = [_pinned_columns(largest.num_extend) for _ in range(_NUM_PLACES)]
+        self._copied = [_Copied() for _ in range(_NUM_PLACES)]
+        self._turn = 0
+        # The first plan fixes the most tokens there can be, and with it the places of everything in the workspace.
+        self.plan_padding(largest.num_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self._pages.numel()
+
+    def plan_padding(self, num_tokens: int) -> None:
+        """For a capture: one row of so many tokens, all on page 0. Stops the host."""
+        torch.cuda.synchronize(self._spec.device)
+        self._pages.zero_()
+        self._plan((num_tokens,), (num_tokens,), first_token=0)
+        torch.cuda.synchronize(self._spec.device)
+
+    def plan(self, rows: _Rows, *, first_token: int) -> None:
+        """For a replay. The extend rows' tokens begin at `first_token`."""
+        rows.list_pages(self._spec, self._pages)
+        self._plan(rows.num_new, rows.lengths, first_token=first_token)
+
+    def _plan(self, num_new: Sequence[int], lengths: Sequence[int], *, first_token: int) -> None:
+        copied, columns = self._copied[self._turn], self._columns[self._turn]
+        copied.check()
+        # FlashInfer has one pinned buffer a wrapper, and would write over what the step before has not copied yet.
+        self.wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
+        self._turn = (self._turn + 1) % _NUM_PLACES
+        padding = (0,) * (self._num_slots - len(num_new))
+        pages = self._pages[: sum(_num_pages(self._spec, lengths))]
+        all_new, all_lengths = (*num_new, *padding), (*lengths, *padding)
+        _plan(self.wrapper, self._spec, columns, pages, all_new, all_lengths, first_token=first_token)
+        copied.record()
+
+
+def _pinned_columns(num_rows: int) -> torch.Tensor:
+    """Query and page starts [num_rows + 1], tokens in the last page and tokens [num_rows], in pinned memory."""
+    return torch.empty((4, num_rows + 1), dtype=torch.int32, pin_memory=True)
+
+
+def _num_pages(spec: AttentionSpec, lengths: Sequence[int]) -> list[int]:
+    shift = spec.kv_pool.page_size.bit_length() - 1
+    return [length + (1 << shift) - 1 >> shift for length in lengths]
+
+
+def _plan(
+    wrapper: Any,
+    spec: AttentionSpec,
+    columns: torch.Tensor,
+    pages: torch.Tensor,
+    num_new: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    first_token: int = 0,
+) -> None:
+    """Plan `wrapper` for rows of so many new tokens and tokens, whose pages are or will be in `pages`."""
+    page_size, num_rows = spec.kv_pool.page_size, len(lengths)
+    query_start = [*accumulate(num_new, initial=first_token)]
+    page_start = [*accumulate(_num_pages(spec, lengths), initial=0)]
+    last_page = [(length - 1) % page_size + 1 if length else 0 for length in lengths]
+    for column, values in zip(columns, (query_start, page_start, last_page, lengths), strict=True):
+        column[: len(values)].copy_(torch.tensor(values, dtype=torch.int32))
+    wrapper.plan(
+        columns[0, : num_rows + 1],
+        columns[1, : num_rows + 1],
+        pages,
+        columns[2, :num_rows],
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        page_size,
+        causal=True,
+        q_data_type=spec.dtype,
+        kv_data_type=spec.dtype,
+        max_token_per_sequence=max(num_new),  # else FlashInfer looks for it in Python
+        seq_lens=columns[3, :num_rows],  # pinned, where FlashInfer's own would not be
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import MisuseError
 from .backend import AttentionCapabilities, AttentionPlan, AttentionSpec, GraphBucket, GraphState
@@ -61,13 +62,13 @@ class TorchNativeBackend:
         extending = _plan_extend(batch) if extend else ()
         return _TorchPlan(self._spec, self._masks, decoding, extending)
 
-    def graph_state(self, max_rows: int, max_tokens: int, page_table: torch.Tensor) -> GraphState:
+    def graph_state(self, largest: GraphBucket, page_table: torch.Tensor) -> GraphState:
         raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
 
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:
         raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
 
-    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch) -> None:
+    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch, *, decode: bool, extend: bool) -> None:
         raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph")
 
 
@@ -137,11 +138,11 @@ class _TorchPlan:
         spec = self._spec
         keys, values = spec.kv_pool.gather(layer, group.pages, group.num_rows)
         folded = q.reshape(group.num_rows, spec.num_kv_heads, -1, spec.head_dim)
-        attended = functional.scaled_dot_product_attention(
+        attended = _attend(
             folded,
             keys[:, : group.length].transpose(1, 2),
             values[:, : group.length].transpose(1, 2),
-            attn_mask=group.mask,
+            group.mask,
         )
         return attended.reshape(group.num_rows, spec.num_heads, spec.head_dim)
 
@@ -154,14 +155,31 @@ class _TorchPlan:
         for first in range(0, group.num_new, _QUERY_BLOCK):
             last = min(first + _QUERY_BLOCK, group.num_new)
             num_keys = group.prefix + last
-            attended = functional.scaled_dot_product_attention(
+            attended = _attend(
                 queries[:, :, first:last],
                 keys[:, :, :num_keys],
                 values[:, :, :num_keys],
-                attn_mask=self._masks.block(num_queries=last - first, num_keys=num_keys),
+                self._masks.block(num_queries=last - first, num_keys=num_keys),
                 enable_gqa=spec.num_heads != spec.num_kv_heads,
             )
             target[:, first:last] = attended.transpose(1, 2)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot product attention under an additive mask, of any alignment. Shapes as in torch."""
+    attend = functional.scaled_dot_product_attention
+    if not q.is_cuda:
+        return attend(q, keys, values, attn_mask=mask, enable_gqa=enable_gqa)
+    # The fused kernels for CUDA misread masks that are windows of a larger one.
+    with sdpa_kernel(SDPBackend.MATH):
+        return attend(q, keys, values, attn_mask=mask, enable_gqa=enable_gqa)
 
 
 class _CausalMasks:

@@ -12,6 +12,7 @@ import torch
 from ..errors import MisuseError
 from ..kernels.decode_attention import decode_attention
 from ..kernels.decode_plan import DecodeWorkspace, make_decode_workspace, plan_decode
+from ..kernels.graph_rows import GraphRows, graph_rows
 from ..kernels.prefill_attention import FEW_ROWS, LONG_TOKENS, prefill_attention
 from .backend import AttentionCapabilities, AttentionPlan, AttentionSpec, GraphBucket
 
@@ -46,7 +47,8 @@ class TritonBackend:
             device=spec.device,
             row_invariant=spec.row_invariant,
         )
-        self._state: TritonGraphState | None = None
+        self._slots: GraphRows | None = None
+        self._page_table: torch.Tensor | None = None
         self._compile_blocking()
 
     def prepare(self, batch: ForwardBatch, *, decode: bool, extend: bool) -> AttentionPlan:
@@ -54,137 +56,86 @@ class TritonBackend:
         query_start = batch.query_start_loc[first:]
         if extend and first:
             query_start = query_start - first  # decode rows bring one token each, and are not among the extend queries
-        plan = _TritonPlan(
-            spec=self._spec,
-            workspace=self._workspace,
-            page_table=batch.kv_loc.page_table,
-            decode_rows=batch.rows[:first],
-            decode_lens=batch.seq_lens[:first],
-            extend_rows=batch.rows[first:],
-            extend_lens=batch.seq_lens[first:],
-            query_start=query_start,
+        return self._plan(
+            batch.kv_loc.page_table,
+            GraphRows(
+                decode_rows=batch.rows[:first],
+                decode_lens=batch.seq_lens[:first],
+                extend_rows=batch.rows[first:],
+                extend_lens=batch.seq_lens[first:],
+                query_start=query_start,
+            ),
         )
-        if decode:
-            plan.plan_decode()
-        return plan
 
-    def graph_state(self, max_rows: int, max_tokens: int, page_table: torch.Tensor) -> TritonGraphState:
-        del max_tokens  # nothing here grows with the tokens
-        self._state = TritonGraphState.make(max_rows, page_table)
-        return self._state
+    def graph_state(self, largest: GraphBucket, page_table: torch.Tensor) -> GraphRows:
+        self._slots = GraphRows.make(
+            num_decode=largest.num_decode, num_extend=largest.num_extend, device=self._spec.device
+        )
+        self._page_table = page_table
+        return self._slots
 
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:
-        state = self._graph_state()
-        rows, seq_lens = state.rows[: bucket.num_rows], state.seq_lens[: bucket.num_rows]
-        plan = self._plan(state.page_table, rows, seq_lens, state.query_start[: bucket.num_rows + 1])
-        if bucket.num_rows == bucket.num_tokens:
-            plan.plan_decode()
-        return plan
+        slots, page_table = self._slots, self._page_table
+        if slots is None or page_table is None:
+            raise MisuseError("graph_state must be called before a capture")
+        rows = GraphRows(
+            decode_rows=slots.decode_rows[: bucket.num_decode],
+            decode_lens=slots.decode_lens[: bucket.num_decode],
+            extend_rows=slots.extend_rows[: bucket.num_extend],
+            extend_lens=slots.extend_lens[: bucket.num_extend],
+            query_start=slots.query_start[: bucket.num_extend + 1],
+        )
+        return self._plan(page_table, rows)
 
-    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch) -> None:
-        state, num_rows = self._graph_state(), batch.num_rows
-        state.rows[:num_rows].copy_(batch.rows)
-        state.seq_lens[:num_rows].copy_(batch.seq_lens)
-        state.query_start[: num_rows + 1].copy_(batch.query_start_loc)
-        if num_rows < bucket.num_rows:
-            padded = slice(num_rows, bucket.num_rows)
-            state.rows[padded].zero_()
-            state.seq_lens[padded].fill_(self.capabilities.fill_length)
-            # Without queries: they start where the last row ends.
-            state.query_start[num_rows + 1 : bucket.num_rows + 1].fill_(batch.num_tokens)
+    def prepare_replay(self, bucket: GraphBucket, batch: ForwardBatch, *, decode: bool, extend: bool) -> None:
+        if self._slots is None:
+            raise MisuseError("graph_state must be called before a replay")
+        graph_rows(
+            batch.rows, batch.seq_lens, batch.query_start_loc, batch.num_decode, batch.num_tokens, out=self._slots
+        )
 
     def _compile_blocking(self) -> None:
         """Run every variant of the kernels once, on no work: after the start nothing may compile."""
         spec = self._spec
-        zeros = torch.zeros(2 * spec.num_rows + 1, dtype=torch.int32, device=spec.device)
         most = max(LONG_TOKENS, 2 * spec.num_rows)
         queries = torch.zeros((most, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+        page_table = torch.zeros((1, 1), dtype=torch.int32, device=spec.device)
         num_rows = 1
         while num_rows < 2 * spec.num_rows:
-            plan = self._plan(zeros[:1, None], zeros[:num_rows], zeros[:num_rows], zeros[: num_rows + 1])
-            plan.plan_decode()
+            plan = self._plan(page_table, GraphRows.make(num_decode=num_rows, num_extend=num_rows, device=spec.device))
             plan.decode(queries[:num_rows], 0)
             if num_rows in (1, 2 * FEW_ROWS):
                 plan.extend(queries, 0)
                 plan.extend(queries[:1], 0)
             num_rows *= 2
 
-    def _plan(
-        self, page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, query_start: torch.Tensor
-    ) -> _TritonPlan:
-        """A plan whose halves serve the same rows."""
-        return _TritonPlan(
-            spec=self._spec,
-            workspace=self._workspace,
-            page_table=page_table,
-            decode_rows=rows,
-            decode_lens=seq_lens,
-            extend_rows=rows,
-            extend_lens=seq_lens,
-            query_start=query_start,
-        )
-
-    def _graph_state(self) -> TritonGraphState:
-        if self._state is None:
-            raise MisuseError("graph_state must be called before a capture")
-        return self._state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TritonGraphState:
-    """What captured attention reads of its step. Shapes: rows, seq_lens [max_rows] int32; query_start [max_rows + 1]
-    int32. Padded rows have row 0, length 0 and no queries. The page table is leased.
-    """
-
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start: torch.Tensor
-    page_table: torch.Tensor
-
-    @classmethod
-    def make(cls, max_rows: int, page_table: torch.Tensor) -> TritonGraphState:
-        def column(length: int) -> torch.Tensor:
-            return torch.zeros(length, dtype=torch.int32, device=page_table.device)
-
-        return cls(
-            rows=column(max_rows),
-            seq_lens=column(max_rows),
-            query_start=column(max_rows + 1),
-            page_table=page_table,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 * (3 * self.rows.shape[0] + 1)
+    def _plan(self, page_table: torch.Tensor, rows: GraphRows) -> _TritonPlan:
+        return _TritonPlan(spec=self._spec, workspace=self._workspace, page_table=page_table, rows=rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TritonPlan:
-    """The arrangement of one step or one captured forward. Shapes as in the kernels."""
+    """The arrangement of one step or one captured forward."""
 
     spec: AttentionSpec
     workspace: DecodeWorkspace
     page_table: torch.Tensor
-    decode_rows: torch.Tensor
-    decode_lens: torch.Tensor
-    extend_rows: torch.Tensor
-    extend_lens: torch.Tensor
-    query_start: torch.Tensor
-
-    def plan_decode(self) -> None:
-        plan_decode(self.decode_lens, self.workspace)
+    rows: GraphRows
 
     def decode(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        pool = self.spec.kv_pool
+        rows, pool = self.rows, self.spec.kv_pool
+        num_rows = rows.decode_rows.shape[0]
+        if layer == 0:  # one plan for all layers, and in a graph a part of it
+            plan_decode(rows.decode_lens, self.workspace)
         return decode_attention(
-            q,
+            q[:num_rows],
             pool.keys[layer],
             pool.values[layer],
             self.page_table,
-            self.decode_rows,
-            self.decode_lens,
+            rows.decode_rows,
+            rows.decode_lens,
             self.workspace,
-            out=out,
+            out=None if out is None else out[:num_rows],
         )
 
     def extend(self, q: torch.Tensor, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -194,9 +145,9 @@ class _TritonPlan:
             pool.keys[layer],
             pool.values[layer],
             self.page_table,
-            self.extend_rows,
-            self.query_start,
-            self.extend_lens,
-            max_rows=self.spec.num_rows,
+            self.rows.extend_rows,
+            self.rows.query_start,
+            self.rows.extend_lens,
+            max_rows=2 * self.spec.num_rows,  # the largest step is warmed up as the power of two above it
             out=q.new_empty(q.shape) if out is None else out,
         )

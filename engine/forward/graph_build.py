@@ -15,30 +15,33 @@ from ..models.fused_decoder import FusedDecoder
 from ..sampling.cuda_sampler import CudaSampler
 from .cuda_step import CudaParts
 from .decode_graph_runner import DecodeForward, DecodeGraphRunner
+from .memory_plan import MemoryPlan, device_memory
 from .plain_decoder import PlainDecoder
-from .prefill_graph_runner import FullPrefill, PrefillGraphRunner
+from .prefill_graph_runner import PrefillAttention, PrefillGraphRunner
 from .row_samplings import RowSamplings
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..worker import WorkerLimits
     from .device_build import Stage
     from .model_runner import ModelRunner
 
 
-def build_cuda_parts(
-    config: EngineConfig, runner: ModelRunner, limits: WorkerLimits, device: torch.device, stage: Stage
-) -> CudaParts:
-    """Stops the host until everything is captured. Raises ConfigError if a graph mode that was asked for cannot be."""
+def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.device, stage: Stage) -> CudaParts:
+    """Stops the host until everything is captured and the pool has its memory. Raises ConfigError if a graph mode that
+    was asked for cannot be, or if nothing is left for the pool.
+    """
+    table = MemoryTable(device)
+    num_rows = config.max_running_requests
     sampler = CudaSampler(
-        max_rows=limits.num_rows,
-        vocab_size=limits.vocab_size,
+        max_rows=num_rows,
+        vocab_size=runner.model.config.vocab_size,
         table=runner.row_state.sampling,
         next_ids=runner.row_state.relay.table,
         device=device,
     )
-    decode_graphs = _decode_graphs(config, runner, sampler, limits)
+    decode_graphs = _decode_graphs(config, runner, sampler, num_rows)
     prefill_graphs = _prefill_graphs(config, runner)
+    table.note("workspaces")
     # Each capture collects garbage first; what has been loaded by now need not be walked every time.
     gc.collect()
     gc.freeze()
@@ -47,11 +50,15 @@ def build_cuda_parts(
             pool = GraphPool(device)
             if prefill_graphs is not None:
                 prefill_graphs.capture_blocking(pool)
+                table.note(f"prefill graphs, {prefill_graphs.capture_s:.1f} s")
                 runner = dataclasses.replace(runner, runners=(prefill_graphs, *runner.runners))
             if decode_graphs is not None:
                 decode_graphs.capture_blocking(pool)
+                table.note(f"decode graphs, {decode_graphs.capture_s:.1f} s")
     finally:
         gc.unfreeze()
+    runner = _with_backed_pool(config, runner, device)
+    table.note(f"KV pool, {runner.memory.num_pages * runner.memory.page_size} tokens")
     return CudaParts(
         runner=runner,
         sampler=sampler,
@@ -59,40 +66,87 @@ def build_cuda_parts(
         samplings=RowSamplings(),
         device=device,
         stage=stage,
+        memory_table=table.text(),
     )
+
+
+def _with_backed_pool(config: EngineConfig, runner: ModelRunner, device: torch.device) -> ModelRunner:
+    """Size the pool by what is really free now, and give it its memory."""
+    torch.cuda.empty_cache()
+    pool, reserved = runner.kv_pool, runner.memory
+    memory = device_memory(device)
+    kept = (pool.num_pages + 1) * reserved.page_size * reserved.bytes_per_token  # the pool's own beginning is not lost
+    plan = MemoryPlan.make(
+        config,
+        runner.model.config,
+        bytes_per_token=reserved.bytes_per_token,
+        memory=dataclasses.replace(memory, used_bytes=memory.used_bytes - kept),
+    )
+    num_pages = min(plan.num_pages, reserved.num_pages)
+    max_model_len = min(reserved.max_model_len, num_pages * reserved.page_size)
+    try:
+        pool.back(num_pages)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the KV pool of {num_pages} pages does not fit: {memory.used_bytes >> 20} of {memory.total_bytes >> 20} MiB are"
+            f" used; lower kv_memory_fraction ({config.kv_memory_fraction}) or max_total_tokens",
+            field="kv_memory_fraction",
+        ) from None
+    return dataclasses.replace(
+        runner, memory=dataclasses.replace(reserved, num_pages=num_pages, max_model_len=max_model_len)
+    )
+
+
+class MemoryTable:
+    """What each part of the start took of the device, by what was free before and after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        free, total = torch.cuda.mem_get_info(device)
+        self._total = total
+        self._free = free
+        self._rows = [("weights, context, others", total - free)]
+
+    def note(self, name: str) -> None:
+        """Since the last note, `name` was made."""
+        free = torch.cuda.mem_get_info(self._device)[0]
+        self._rows.append((name, self._free - free))
+        self._free = free
+
+    def text(self) -> str:
+        rows = [*self._rows, ("free", self._free), ("in all", self._total)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:{width}} {num_bytes / 2**20:10,.0f} MiB" for name, num_bytes in rows)
 
 
 def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRunner | None:
     """The runner that the settings mean, nothing captured yet; None for eager prefill. Raises ConfigError."""
-    mode = config.prefill_graph
-    if mode == "off" or (mode == "auto" and config.row_invariant):
+    mode, debug = config.prefill_graph, config.debug_cuda_graph
+    if mode == "off" or runner.tokens is None or (mode == "auto" and config.row_invariant):
         return None
-    full = None
-    if mode == "full":
-        if "full" not in runner.extend_attention.capabilities.graph_modes:
-            raise ConfigError(
-                f"attention backend {runner.extend_attention.capabilities.name!r} cannot be captured in full graphs",
-                field="prefill_graph",
-            )
-        full = FullPrefill(
-            attention=runner.extend_attention,
-            page_table=runner.row_state.page_table,
-            max_tokens=config.chunked_prefill_size,
-        )
+    attention = PrefillAttention(decode=runner.decode_attention, extend=runner.extend_attention)
+    full, breakable = attention.kinds("full"), attention.kinds("breakable")
+    if mode == "auto":
+        # Whole graphs cost the host least; in the gaps stand backends that cannot be captured.
+        kinds = (*full, *(() if "mixed" in full else breakable))
+    else:
+        kinds = full if mode == "full" else breakable
+    if not kinds and mode != "auto":
+        name = runner.extend_attention.capabilities.name
+        raise ConfigError(f"attention backend {name!r} cannot be captured in {mode} graphs", field="prefill_graph")
     return PrefillGraphRunner(
         runner.model,
         runner.kv_pool,
-        decode_attention=runner.decode_attention,
-        extend_attention=runner.extend_attention,
-        max_tokens=config.chunked_prefill_size,
-        breakable=mode != "full",
-        full=full,
-        debug=config.debug_cuda_graph,
+        attention,
+        runner.tokens,
+        kinds=kinds,
+        page_table=runner.row_state.page_table,
+        debug=debug,
     )
 
 
 def _decode_graphs(
-    config: EngineConfig, runner: ModelRunner, sampler: CudaSampler, limits: WorkerLimits
+    config: EngineConfig, runner: ModelRunner, sampler: CudaSampler, num_rows: int
 ) -> DecodeGraphRunner | None:
     """The runner that the settings mean, nothing captured yet; None for eager decode. Raises ConfigError."""
     mode, attention = config.decode_graph, runner.decode_attention.capabilities
@@ -110,9 +164,7 @@ def _decode_graphs(
     decoder: DecodeForward
     fuses = attention.name == "triton" and breaks is None and not config.row_invariant
     if fuses and FusedDecoder.serves(runner.model):
-        decoder = FusedDecoder(
-            runner.model, runner.kv_pool, runner.row_state, max_rows=limits.num_rows, row_invariant=False
-        )
+        decoder = FusedDecoder(runner.model, runner.kv_pool, runner.row_state, max_rows=num_rows, row_invariant=False)
     else:
         decoder = PlainDecoder(
             runner.model,
@@ -125,7 +177,7 @@ def _decode_graphs(
         decoder,
         runner.row_state,
         sampler,
-        max_rows=limits.num_rows,
+        max_rows=num_rows,
         breaks=breaks,
         is_debug=config.debug_cuda_graph,
     )

@@ -15,8 +15,9 @@ from .eager_runner import EagerRunner
 from .forward_batch import ForwardBatch
 from .forward_output import ForwardOutput
 from .kv_pool import KVPool, KVShape
-from .memory_plan import MemoryPlan, free_memory, longest_sequence
+from .memory_plan import MemoryPlan, device_memory, longest_sequence
 from .row_state import RowState
+from .token_inputs import TokenInputs
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from .placement import Placement
     from .staged_step import StagedStep
 
+# Pages that a reserved pool has from the start, for what is captured and warmed up.
+FIRST_PAGES: Final = 64
 # Rows of every matrix product in row-invariant mode.
 ROW_BUCKET: Final = 16
 
@@ -50,6 +53,7 @@ class ModelRunner:
     memory: MemoryPlan
     kv_pool: KVPool
     row_state: RowState
+    tokens: TokenInputs | None  # where steps on CUDA leave their tokens
     decode_attention: AttentionBackend
     extend_attention: AttentionBackend
     runners: tuple[Runner, ...]
@@ -68,11 +72,18 @@ class ModelRunner:
             head_dim=model_config.head_dim,
             dtype=placement.dtype,
         )
-        free_bytes, limit_bytes = free_memory(placement.device)
         memory = MemoryPlan.make(
-            config, model_config, bytes_per_token=shape.bytes_per_token, free_bytes=free_bytes, limit_bytes=limit_bytes
+            config, model_config, bytes_per_token=shape.bytes_per_token, memory=device_memory(placement.device)
         )
-        kv_pool = KVPool(shape, num_pages=memory.num_pages, page_size=memory.page_size, device=placement.device)
+        # On CUDA this is what the pool may at most become: graphs are captured over a small beginning of it, and then it
+        # is backed as far as they leave memory for.
+        kv_pool = KVPool(
+            shape,
+            num_pages=memory.num_pages,
+            page_size=memory.page_size,
+            device=placement.device,
+            first_pages=min(FIRST_PAGES, memory.num_pages) if placement.device.type == "cuda" else None,
+        )
         row_state = RowState(
             num_rows=config.max_running_requests, max_pages=memory.max_pages_per_row, device=placement.device
         )
@@ -89,11 +100,16 @@ class ModelRunner:
         )
         decode, extend = make_backends(spec, decode=config.decode_attention, prefill=config.prefill_attention)
         eager = EagerRunner(model, kv_pool, decode_attention=decode, extend_attention=extend)
+        tokens = None
+        if placement.device.type == "cuda":
+            # A long chunk and a token of every other row: what prefill graphs are made for.
+            tokens = TokenInputs.make(config.chunked_prefill_size + config.max_running_requests, placement.device)
         return cls(
             model=model,
             memory=memory,
             kv_pool=kv_pool,
             row_state=row_state,
+            tokens=tokens,
             decode_attention=decode,
             extend_attention=extend,
             runners=(eager,),
@@ -102,7 +118,9 @@ class ModelRunner:
     def forward(self, batch: ScheduleBatch, staged: StagedStep) -> tuple[ForwardBatch, ForwardOutput]:
         """Apply the step's writes, derive its batch, compute it. Runs on the compute lane, in inference mode."""
         self.row_state.apply(staged)
-        forward_batch = ForwardBatch.init_new(batch, staged, self.row_state, page_size=self.memory.page_size)
+        forward_batch = ForwardBatch.init_new(
+            batch, staged, self.row_state, page_size=self.memory.page_size, tokens=self.tokens
+        )
         runner = next(runner for runner in self.runners if runner.can_run(forward_batch))
         return forward_batch, runner.execute(forward_batch)
 

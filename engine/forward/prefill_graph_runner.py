@@ -2,7 +2,8 @@
 the rows that sample, so that a graph does not depend on the number of requests.
 
     breakable   [ embed · norm · qkv · rope+KV ] ─ attention ─ [ o · norm · MLP · norm · qkv · rope+KV ] ─ attention ─ …
-    full        one graph, attention inside, for few rows: token bucket × row slots
+    extend      one graph, attention inside: token bucket × slots for rows with prompts
+    mixed       the same, with slots for decode rows
 
 What crosses the gaps, and what goes in and out, lies in buffers that all graphs share. Padded tokens have id 0,
 position 0 and slot 0 (page 0 is nobody's), and no attention.
@@ -15,7 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -24,6 +25,7 @@ from ...streams.graph import CapturedGraph, GraphPool
 from ..attention.backend import AttentionBackend, AttentionPlan, GraphBucket, StepAttention, prepare_step
 from .forward_context import ForwardContext
 from .forward_output import ForwardOutput
+from .token_inputs import TokenInputs
 
 if TYPE_CHECKING:
     from ...streams.graph import Graph
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     from .forward_batch import ForwardBatch
     from .kv_pool import KVPool
 
-# Request slots of a full graph: an empty one costs a few idle programs a layer.
-FULL_ROWS: Final = 16
+Kind = Literal["breakable", "extend", "mixed"]
+
+# Slots for rows with prompts in a graph with attention inside. An empty one costs at most some idle programs a layer.
+EXTEND_SLOTS: Final = 32
 
 
 def prefill_buckets(max_tokens: int) -> tuple[int, ...]:
@@ -50,20 +54,28 @@ def prefill_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullPrefill:
-    """What prefill graphs without gaps need. `attention`: a backend that can stand inside a graph; `page_table`: leased
-    from the row state. `max_tokens`: the largest bucket that gets one.
-    """
+class PrefillAttention:
+    """The backends of prefill steps: `decode` for the decode rows of mixed ones."""
 
-    attention: AttentionBackend
-    page_table: torch.Tensor
-    max_tokens: int
+    decode: AttentionBackend
+    extend: AttentionBackend
+
+    def kinds(self, mode: Literal["full", "breakable"]) -> tuple[Kind, ...]:
+        """The kinds of graphs that `mode` means with these backends."""
+        decode, extend = self.decode.capabilities, self.extend.capabilities
+        if mode == "breakable":
+            return ("breakable",) if "breakable" in extend.graph_modes & decode.graph_modes else ()
+        if "full" not in extend.graph_modes:
+            return ()
+        # Decode rows that are planned on the host have their plan outside the graph.
+        return ("extend", "mixed") if "full" in decode.graph_modes and not decode.needs_host_plan else ("extend",)
 
 
 class PrefillGraphRunner:
     """Owns the graphs and their buffers. Home: the compute lane. Lifetime: the worker's.
 
-    `debug`: the whole forward is one eager break: the buffers and the replay of a graph, and no kernel captured.
+    `tokens`: where steps leave their tokens; as many of them as the largest bucket has. `page_table`: leased from the
+    row state. `debug`: the whole forward is one eager break: the buffers and the replay of a graph, no kernel captured.
     Counters: `num_hits` and `num_misses` of steps with new prompt tokens.
     """
 
@@ -71,29 +83,28 @@ class PrefillGraphRunner:
         self,
         model: LlamaForCausalLM,
         kv_pool: KVPool,
+        attention: PrefillAttention,
+        tokens: TokenInputs,
         *,
-        decode_attention: AttentionBackend,
-        extend_attention: AttentionBackend,
-        max_tokens: int,
-        breakable: bool = True,
-        full: FullPrefill | None = None,
+        kinds: Sequence[Kind],
+        page_table: torch.Tensor,
         debug: bool = False,
     ) -> None:
         self._model = model
         self._kv_pool = kv_pool
-        self._decode_attention = decode_attention
-        self._extend_attention = extend_attention
-        self._full = full
+        self._attention = attention
+        self._page_table = page_table
         self._debug = debug
-        device = model.embedding.device
-        self._breaks = GraphBreaks(device)
+        self._breaks = GraphBreaks(model.embedding.device)
         self._attend = self._breaks.eager_on_graph(self._attend_live)
-        self._buffers = _Buffers.make(model, max_tokens)
-        sizes = prefill_buckets(max_tokens)
-        self._breakable_sizes = sizes if breakable else ()
-        self._full_sizes = tuple(size for size in sizes if full is not None and size <= full.max_tokens)
-        self._breakable: dict[int, Graph[None]] = {}
-        self._full_graphs: dict[int, Graph[None]] = {}
+        self._tokens = tokens
+        self._buffers = _Buffers.make(model, tokens.capacity)
+        self._max_decode = page_table.shape[0] - 1
+        sizes = prefill_buckets(tokens.capacity)
+        # Mixed steps are long or few: coarser buckets do.
+        coarse = tuple(size for size in sizes if size % 64 == 0 or size == sizes[-1])
+        self._sizes: dict[Kind, tuple[int, ...]] = {kind: coarse if kind == "mixed" else sizes for kind in kinds}
+        self._graphs: dict[tuple[Kind, int], Graph[None]] = {}
         self._live: _LiveStep | None = None
         self.num_hits = 0
         self.num_misses = 0
@@ -102,26 +113,29 @@ class PrefillGraphRunner:
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffers, graphs not counted."""
-        return self._buffers.num_bytes + self._breaks.arena.nbytes
+        return self._buffers.num_bytes + self._breaks.arena.nbytes + self._tokens.num_bytes
 
     @property
     def num_graphs(self) -> int:
-        return len(self._breakable) + len(self._full_graphs)
+        return len(self._graphs)
 
     def capture_blocking(self, pool: GraphPool) -> None:
         """Capture every bucket, largest first. Stops the host; called once, before the first step."""
         started = time.perf_counter()
-        if self._full is not None:
-            self._full.attention.graph_state(FULL_ROWS, self._buffers.ids.shape[0], self._full.page_table)
+        largest = self._bucket("mixed", self._tokens.capacity)
+        if self._sizes.keys() & {"extend", "mixed"}:
+            self._attention.extend.graph_state(largest, self._page_table)
+        if "mixed" in self._sizes and self._attention.decode is not self._attention.extend:
+            self._attention.decode.graph_state(largest, self._page_table)
         # Each capture collects garbage: let it not look at everything that lives already.
         gc.collect()
         gc.freeze()
         try:
             with torch.inference_mode():
-                for size in reversed(self._breakable_sizes):
-                    self._breakable[size] = self._capture_breakable(size, pool)
-                for size in reversed(self._full_sizes):
-                    self._full_graphs[size] = self._capture_full(size, pool)
+                for size in reversed(prefill_buckets(self._tokens.capacity)):
+                    for kind, sizes in self._sizes.items():
+                        if size in sizes:
+                            self._graphs[kind, size] = self._capture(kind, size, pool)
         finally:
             gc.unfreeze()
         self.capture_s = time.perf_counter() - started
@@ -140,29 +154,52 @@ class PrefillGraphRunner:
         chosen = self._choose(batch)
         if chosen is None:
             raise ValueError("no graph serves this batch: ask can_run first")
-        size, is_full = chosen
+        kind, size = chosen
         num_tokens = batch.num_tokens
-        self._buffers.fill(batch, size)
-        if is_full and self._full is not None:
-            self._full.attention.prepare_replay(GraphBucket(num_rows=FULL_ROWS, num_tokens=size), batch)
-            self._full_graphs[size].replay()
-        else:
-            attention = prepare_step(self._decode_attention, self._extend_attention, batch)
+        self._fill(batch, size)
+        if kind == "breakable":
+            attention = prepare_step(self._attention.decode, self._attention.extend, batch)
             self._live = _LiveStep(attention=attention, num_tokens=num_tokens)
-            try:
-                self._breakable[size].replay()
-            finally:
-                self._live = None
-        return ForwardOutput(logits=self._model.logits(self._buffers.hidden[:num_tokens], batch.logits_indices))
+        else:
+            self._prepare_replay(kind, size, batch)
+        try:
+            self._graphs[chosen].replay()
+        finally:
+            self._live = None
+        hidden = self._buffers.hidden[:num_tokens]
+        return ForwardOutput(logits=self._model.logits(hidden, batch.logits_indices), hidden=hidden)
 
-    def _choose(self, batch: ForwardBatch) -> tuple[int, bool] | None:
-        """The bucket for this step, and whether as a full graph."""
-        if not batch.mode.has_decode and batch.num_rows <= FULL_ROWS:
-            size = _bucket_of(self._full_sizes, batch.num_tokens)
+    def _choose(self, batch: ForwardBatch) -> tuple[Kind, int] | None:
+        """The graph for this step."""
+        inside: Kind = "mixed" if batch.mode.has_decode else "extend"
+        kinds: list[Kind] = ["breakable"]
+        if batch.num_rows - batch.num_decode <= EXTEND_SLOTS:
+            kinds.insert(0, inside)
+        for kind in kinds:
+            size = _bucket_of(self._sizes.get(kind, ()), batch.num_tokens)
             if size is not None:
-                return size, True
-        size = _bucket_of(self._breakable_sizes, batch.num_tokens)
-        return None if size is None else (size, False)
+                return kind, size
+        return None
+
+    def _fill(self, batch: ForwardBatch, size: int) -> None:
+        """Have the step's tokens in the graphs' places, and make the rest of the bucket padding."""
+        num_tokens, tokens = batch.num_tokens, self._tokens
+        padded = slice(num_tokens, size)
+        if not tokens.holds(batch.input_ids):
+            derived = (batch.input_ids, batch.positions, batch.kv_loc.slots)
+            for place, values in zip((tokens.ids, tokens.positions, tokens.slots), derived, strict=True):
+                place[:num_tokens].copy_(values)
+                place[padded].zero_()
+        if num_tokens < size:
+            # No layer writes what lies behind the step's tokens, and it must stay finite.
+            self._buffers.attended[padded].zero_()
+
+    def _prepare_replay(self, kind: Kind, size: int, batch: ForwardBatch) -> None:
+        decode, extend = self._attention.decode, self._attention.extend
+        bucket, has_decode = self._bucket(kind, size), kind == "mixed"
+        extend.prepare_replay(bucket, batch, decode=has_decode and decode is extend, extend=True)
+        if has_decode and decode is not extend:
+            decode.prepare_replay(bucket, batch, decode=True, extend=False)
 
     def _attend_live(self, layer: int) -> None:
         """The gap of one layer: attention of the step that is replayed; nothing while graphs are captured."""
@@ -171,31 +208,36 @@ class PrefillGraphRunner:
             tokens = slice(0, live.num_tokens)
             live.attention.forward(buffers.queries[tokens], layer, buffers.attended[tokens])
 
-    def _capture_breakable(self, size: int, pool: GraphPool) -> BreakableGraph[None]:
-        attention = _AttentionInGap(attend=self._attend, attended=self._buffers.attended[:size])
-        forward = self._forward_of(size, attention)
-        return BreakableGraph(self._breaks.eager_on_graph(forward) if self._debug else forward, pool, self._breaks)
+    def _bucket(self, kind: Kind, size: int) -> GraphBucket:
+        num_decode = min(self._max_decode, size) if kind == "mixed" else 0
+        return GraphBucket(num_decode=num_decode, num_extend=EXTEND_SLOTS, num_tokens=size)
 
-    def _capture_full(self, size: int, pool: GraphPool) -> Graph[None]:
-        if self._full is None:
-            raise ValueError("there is no attention for full graphs")
-        backend, bucket = self._full.attention, GraphBucket(num_rows=FULL_ROWS, num_tokens=size)
+    def _capture(self, kind: Kind, size: int, pool: GraphPool) -> Graph[None]:
         attended = self._buffers.attended[:size]
-
-        def forward() -> None:
-            plan = backend.prepare_capture(bucket)
-            self._forward_of(size, _AttentionInside(plan=plan, attended=attended))()
-
+        attention: _AttentionInGap | _AttentionInside
+        if kind == "breakable":
+            attention = _AttentionInGap(attend=self._attend, attended=attended)
+        else:
+            bucket = self._bucket(kind, size)
+            extend = self._attention.extend.prepare_capture(bucket)
+            decode = None
+            if kind == "mixed":
+                is_same = self._attention.decode is self._attention.extend
+                decode = extend if is_same else self._attention.decode.prepare_capture(bucket)
+            attention = _AttentionInside(decode=decode, extend=extend, attended=attended)
+        forward = self._forward_of(size, attention)
         if self._debug:
             return BreakableGraph(self._breaks.eager_on_graph(forward), pool, self._breaks)
+        if kind == "breakable":
+            return BreakableGraph(forward, pool, self._breaks)
         return CapturedGraph(forward, pool)
 
     def _forward_of(self, size: int, attention: _AttentionInGap | _AttentionInside) -> Callable[[], None]:
-        buffers = self._buffers
+        tokens, buffers = self._tokens.first(size), self._buffers
         ctx = ForwardContext(
-            input_ids=buffers.ids[:size],
-            positions=buffers.positions[:size],
-            slots=buffers.slots[:size],
+            input_ids=tokens.ids,
+            positions=tokens.positions,
+            slots=tokens.slots,
             kv_pool=self._kv_pool,
             attention=attention,
             queries=buffers.queries[:size],
@@ -240,24 +282,22 @@ class _AttentionInGap:
 class _AttentionInside:
     """Attention that is captured with the rest."""
 
-    plan: AttentionPlan
+    decode: AttentionPlan | None
+    extend: AttentionPlan
     attended: torch.Tensor
 
     def forward(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.plan.extend(q, layer, self.attended)
+        if self.decode is not None:  # first: it leaves zeros in its padded slots, which are extend rows' tokens
+            self.decode.decode(q, layer, self.attended)
+        return self.extend.extend(q, layer, self.attended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buffers:
-    """Static tensors of all graphs, written on the compute lane only.
-
-    Shapes, for T = the largest bucket: ids, slots [T] int64; positions [T] int32; queries, attended [T, Hq, D];
+    """What layers leave each other in every graph. Shapes, for T = the largest bucket: queries, attended [T, Hq, D];
     hidden [T, hidden].
     """
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
     queries: torch.Tensor
     attended: torch.Tensor
     hidden: torch.Tensor
@@ -266,13 +306,10 @@ class _Buffers:
     def make(cls, model: LlamaForCausalLM, num_tokens: int) -> _Buffers:
         config, weight = model.config, model.embedding
 
-        def zeros(*shape: int, dtype: torch.dtype = weight.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=weight.device)
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
         return cls(
-            ids=zeros(num_tokens, dtype=torch.int64),
-            positions=zeros(num_tokens, dtype=torch.int32),
-            slots=zeros(num_tokens, dtype=torch.int64),
             queries=zeros(num_tokens, config.num_heads, config.head_dim),
             attended=zeros(num_tokens, config.num_heads, config.head_dim),
             hidden=zeros(num_tokens, config.hidden_size),
@@ -280,17 +317,4 @@ class _Buffers:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.ids, self.positions, self.slots, self.queries, self.attended, self.hidden)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def fill(self, batch: ForwardBatch, size: int) -> None:
-        """Take the step's tokens in, and make the rest of the bucket padding."""
-        num_tokens = batch.num_tokens
-        self.ids[:num_tokens].copy_(batch.input_ids)
-        self.positions[:num_tokens].copy_(batch.positions)
-        self.slots[:num_tokens].copy_(batch.kv_loc.slots)
-        if num_tokens < size:
-            padded = slice(num_tokens, size)
-            # `attended` too: no layer writes what lies behind the step's tokens, and it must stay finite.
-            for static in (self.ids, self.positions, self.slots, self.attended):
-                static[padded].zero_()
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.queries, self.attended, self.hidden))

@@ -10,9 +10,10 @@ from slipstream.engine.attention.torch_native_backend import TorchNativeBackend
 from slipstream.engine.forward.eager_runner import EagerRunner
 from slipstream.engine.forward.forward_batch import ForwardBatch
 from slipstream.engine.forward.kv_pool import KVPool, KVShape
-from slipstream.engine.forward.prefill_graph_runner import PrefillGraphRunner, prefill_buckets
+from slipstream.engine.forward.prefill_graph_runner import PrefillAttention, PrefillGraphRunner, prefill_buckets
 from slipstream.engine.forward.row_state import RowState
 from slipstream.engine.forward.staged_step import StagedStep, pack
+from slipstream.engine.forward.token_inputs import TokenInputs
 from slipstream.engine.loader.dummy_loader import fill_dummy_weights
 from slipstream.engine.loader.model_config import ModelConfig
 from slipstream.engine.models.registry import build_model
@@ -65,12 +66,20 @@ class Bench:
             dtype=torch.float32,
         )
         attention = TorchNativeBackend(spec)
-        both = {"decode_attention": attention, "extend_attention": attention}
         self.runner: EagerRunner | PrefillGraphRunner
         if kind == "eager":
-            self.runner = EagerRunner(model, self.pool, **both)
+            self.runner = EagerRunner(model, self.pool, decode_attention=attention, extend_attention=attention)
         else:
-            self.runner = PrefillGraphRunner(model, self.pool, **both, max_tokens=max_tokens, **options)
+            self.tokens = TokenInputs.make(max_tokens, CPU)
+            self.runner = PrefillGraphRunner(
+                model,
+                self.pool,
+                PrefillAttention(decode=attention, extend=attention),
+                self.tokens,
+                kinds=["breakable"],
+                page_table=self.rows.page_table,
+                **options,
+            )
             self.runner.capture_blocking(GraphPool(CPU))
 
     def batch(
@@ -129,8 +138,8 @@ def test_every_step_gives_the_eager_logits_and_kv_whatever_ran_before(debug):
 def test_padding_does_not_see_what_an_earlier_step_left():
     graphs = Bench("graphs")
     graphs.runner._buffers.attended.fill_(float("nan"))
-    graphs.runner._buffers.ids.fill_(5)
-    graphs.runner._buffers.slots.fill_(PAGE_SIZE * 30)
+    graphs.tokens.ids.fill_(5)
+    graphs.tokens.slots.fill_(PAGE_SIZE * 30)
     before = graphs.pool.keys[0][30].clone()
     logits = graphs.run([0, 0], [9, 4])
     assert torch.isfinite(logits).all()
@@ -160,7 +169,8 @@ def test_what_no_bucket_holds_is_refused_and_counted():
 def test_a_gap_that_fails_leaves_the_runner_usable():
     graphs = Bench("graphs")
     expected = graphs.run([0], [8])
-    plan = graphs.runner._extend_attention.prepare
+    backend = graphs.runner._attention.extend
+    plan = backend.prepare
 
     def broken(*args: object, **kwargs: object) -> object:
         made = plan(*args, **kwargs)
@@ -171,10 +181,10 @@ def test_a_gap_that_fails_leaves_the_runner_usable():
         made.extend = fail
         return made
 
-    graphs.runner._extend_attention.prepare = broken
+    backend.prepare = broken
     with pytest.raises(RuntimeError, match="attention failed"):
         graphs.run([0], [8])
-    graphs.runner._extend_attention.prepare = plan
+    backend.prepare = plan
     assert torch.equal(graphs.run([0], [8]), expected)
 
 

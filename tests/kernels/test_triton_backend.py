@@ -11,7 +11,9 @@ from slipstream.engine.forward.forward_batch import ForwardBatch
 from slipstream.engine.forward.kv_loc_plan import KVLocPlan
 from slipstream.engine.forward.kv_pool import KVPool, KVShape
 from slipstream.engine.forward_mode import ForwardMode
+from slipstream.engine.kernels.graph_rows import GraphRows, graph_rows
 from slipstream.engine.kernels.page_lists import page_lists
+from slipstream.engine.kernels.step_tokens import StepRows, step_tokens
 
 CPU = torch.device("cpu")
 
@@ -98,22 +100,26 @@ def test_a_captured_plan_follows_the_step_and_writes_no_padding(backend_of):
     spec = make_spec()
     triton, reference = backend_of(spec), TorchNativeBackend(spec)
     table = torch.randint(1, 41, (5, 10)).int()
-    state = triton.graph_state(4, 32, table)
-    bucket = GraphBucket(num_rows=4, num_tokens=32)
+    bucket = GraphBucket(num_decode=3, num_extend=4, num_tokens=32)
+    state = triton.graph_state(bucket, table)
     plan = triton.prepare_capture(bucket)
-    for rows in ([(0, 9), (3, 3), (0, 1), (100, 5)], [(16, 12)]):
-        batch = make_step(table, rows, 0)
-        triton.prepare_replay(bucket, batch)
+    steps = (([(0, 9), (3, 3), (0, 1), (100, 5)], 0), ([(40, 1), (9, 1), (0, 7), (64, 3)], 2), ([(3, 1), (16, 12)], 1))
+    for rows, num_decode in steps:
+        batch = make_step(table, rows, num_decode)
+        triton.prepare_replay(bucket, batch, decode=True, extend=True)
         q, out = torch.randn(32, 2, 16), torch.full((32, 2, 16), 7.0)
         tokens = batch.num_tokens
         reference_plan = prepare_step(reference, reference, batch)
         fill(spec.kv_pool)
+        plan.decode(q, 0, out)
+        assert not out[num_decode:3].any(), "a padded slot attends to nothing"
+        out[max(3, num_decode) :].fill_(7.0)
         plan.extend(q, 0, out)
         expected = reference_plan.forward(q[:tokens], 0)
         torch.testing.assert_close(out[:tokens], expected, rtol=1e-4, atol=1e-5)
         assert (out[tokens:] == 7.0).all()
-    assert state.seq_lens.tolist() == [28, 0, 0, 0]
-    assert state.query_start.tolist() == [0, 12, 12, 12, 12]
+    assert (state.decode_lens.tolist(), state.extend_lens.tolist()) == ([4, 0, 0], [28, 0, 0, 0])
+    assert state.query_start.tolist() == [1, 13, 13, 13, 13]
 
 
 def test_what_triton_cannot_serve_is_said(backend_of):
@@ -128,3 +134,38 @@ def test_page_lists_hold_each_rows_pages_one_row_after_the_other():
     out = torch.full((7,), -1, dtype=torch.int32)
     page_lists(table, rows, seq_lens, 16, out, max_pages=3, max_rows=5)
     assert out.tolist() == [30, 31, 32, 10, 40, -1, -1]
+
+
+@pytest.mark.parametrize("num_decode", [0, 2])
+def test_step_tokens_equal_what_torch_derives(num_decode):
+    prior, new = [70, 20, 5, 0, 3], [1, 1, 7, 0, 40]
+    table = torch.randint(1, 99, (9, 12)).int()
+    rows, num_prior = torch.tensor([5, 2, 8, 1, 3]).int(), torch.tensor(prior).int()
+    start = torch.nn.functional.pad(torch.tensor(new).cumsum(0), (1, 0)).int()
+    ids, next_ids = torch.randint(1000, (49,)).int(), torch.randint(1000, (9,))
+    step = StepRows(
+        rows=rows,
+        num_prior=num_prior,
+        query_start=start,
+        extend_ids=ids[num_decode:],
+        next_ids=next_ids,
+        page_table=table,
+        num_decode=num_decode,
+    )
+    got = [torch.full((60,), 7, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int64)]
+    step_tokens(step, 16, 49, max_rows=9, ids=got[0], positions=got[1], slots=got[2])
+    positions = torch.cat([torch.arange(p, p + n) for p, n in zip(prior, new, strict=True)]).int()
+    token_rows = rows.repeat_interleave(torch.tensor(new))
+    assert got[0][:49].tolist() == [*next_ids[rows.long()][:num_decode].tolist(), *ids[num_decode:].tolist()]
+    assert torch.equal(got[1][:49], positions)
+    expected = KVLocPlan.make(table, 16, token_rows=token_rows, positions=positions).slots
+    assert torch.equal(got[2][:49], expected)
+    assert not any(column[49:].any() for column in got)
+
+
+def test_graph_rows_refuse_more_rows_than_slots():
+    slots = GraphRows.make(num_decode=1, num_extend=2, device=CPU)
+    some = torch.zeros(4, dtype=torch.int32)
+    for num_rows, first_extend in ((3, 2), (4, 1)):
+        with pytest.raises(ValueError, match="slots"):
+            graph_rows(some[:num_rows], some, some, first_extend, 4, out=slots)

@@ -21,6 +21,9 @@ from .sampling_table import SamplingTable
 
 # How many of the most probable ids are sorted at first; a flatter distribution costs a full sort.
 _HEAD: Final = 1024
+# Ids searched together for a row's maximum.
+_BLOCK: Final = 256
+_SMALL: Final = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +39,12 @@ class Sampled:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """What is sampled. Shapes: rows [S] int: request rows; lengths [S] int32: tokens the row has so far; random [n]
-    int64: indices into S of the rows that are not greedy, None for all; suppressed [2, m] int64: (index into S, id)
-    that must not be drawn, None for none.
+    int64: indices into S of the rows that are not greedy, None for all.
     """
 
     rows: torch.Tensor
     lengths: torch.Tensor
     random: torch.Tensor | None
-    suppressed: torch.Tensor | None
     needs: SampleNeeds
 
 
@@ -58,10 +59,6 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, request: SampleRequest, table: SamplingTable) -> Sampled:
         """Draw. Shapes: logits [S, vocab], left as they are."""
-        if request.suppressed is not None:
-            at, ids = request.suppressed.unbind()
-            forbidden = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
-            logits = logits.index_put((at, ids), forbidden)
         best, chosen = _first_maximum(logits)
         if request.needs.any_random:
             chosen = self._with_random(logits, chosen, request, table)
@@ -124,8 +121,25 @@ def _threshold(probs: torch.Tensor, rows: torch.Tensor, table: SamplingTable, ne
 
 
 def _first_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest value of each row and the lowest index that has it. NaN counts as largest. Shapes: x [n, V] → [n], [n]
-    int64.
+    """Largest value of each row and the lowest index that has it. NaN counts as largest. Shapes: x [n, V] → [n], [n] int64.
+
+    Large ones by blocks, of which the first with the row's maximum is then searched: torch finds values five times as
+    fast as places on a CPU.
     """
-    best: tuple[torch.Tensor, torch.Tensor] = torch.max(x, -1)
-    return best[0], best[1]
+    width = x.shape[1]
+    num_whole = width // _BLOCK * _BLOCK
+    if not num_whole or x.numel() < _SMALL:
+        return _search(x)
+    maxima = x[:, :num_whole].unflatten(1, (-1, _BLOCK)).amax(-1)
+    if num_whole < width:
+        maxima = torch.cat((maxima, x[:, num_whole:].amax(-1, keepdim=True)), 1)
+    # The last block is taken to end with the row: what it shares with the one before it is smaller than its maximum.
+    start = (_search(maxima)[1] * _BLOCK).clamp_(max=width - _BLOCK)
+    columns = start[:, None] + torch.arange(_BLOCK, device=x.device)
+    best, offset = _search(x.gather(1, columns))
+    return best, start + offset
+
+
+def _search(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = torch.max(x, -1)
+    return found[0], found[1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..streams.marks import MarkSwitch
 from .config import EngineConfig
 from .errors import ConfigError, EngineDead, MisuseError, Overloaded, RequestError
 from .outputs import Completion, Failed, Finished, Sink
@@ -20,10 +21,7 @@ from .step_loop import StepLoop, deliver
 from .text.chat_template import ChatTemplate
 from .text.tokenization import TextTokenizer
 from .token_stream import TokenStream
-from .worker import Worker, WorkerLimits
-
-if TYPE_CHECKING:
-    from ..streams.marks import Marks
+from .worker import MarksLanes, Worker, WorkerLimits
 
 STOP_TIMEOUT_S = 5.0  # how long closing waits for the step in flight before it gives the step up
 
@@ -79,7 +77,8 @@ class Engine:
         self.chat_template: ChatTemplate | None = None
         self.model_name = self.config.model
         self.state = EngineState.NEW
-        self.marks: Marks | None = None  # set before start to record what the loop does when
+        self.marks = MarkSwitch()  # switched on, they record what the loop and its lanes do when
+        self._watcher: Callable[[Request], None] | None = None
         self.proves_laws = False  # check every law of ownership after every step: for tests
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None
@@ -102,6 +101,8 @@ class Engine:
         """An engine over a worker that the caller made: another device, or a script."""
         engine = cls(EngineConfig.from_settings({"model": "custom-worker", **settings}))
         engine._worker = worker
+        if isinstance(worker, MarksLanes):
+            worker.marks = engine.marks
         engine.tokenizer = tokenizer
         engine.chat_template = chat_template or (tokenizer.chat_template if tokenizer is not None else None)
         return engine
@@ -213,7 +214,7 @@ class Engine:
             if self.config.chat_template is not None:
                 source = await asyncio.to_thread(_read_template, self.config.chat_template)
                 self.chat_template = ChatTemplate(source, special_tokens=self.tokenizer.special_tokens)
-        return TpWorker(self.config, folder)
+        return TpWorker(self.config, folder, self.marks)
 
     async def _supervise(self, loop: StepLoop) -> None:
         """Run the loop; its death reaches every consumer and is kept for those who come later."""
@@ -261,6 +262,12 @@ class Engine:
     def num_aborted(self) -> int:
         """Requests ended by `abort`."""
         return self._num_aborted
+
+    def watch(self, watcher: Callable[[Request], None] | None) -> None:
+        """Show `watcher` each request, the live ones at once, the others as they are submitted; None ends that."""
+        self._watcher = watcher
+        for request in list(self._started().requests()) if watcher else ():
+            watcher(request)
 
     # ---- requests
 
@@ -324,12 +331,13 @@ class Engine:
         """Check and queue a request in one go; nothing is registered if it raises.
 
         `salt`: requests share cached prefixes only with the same salt. `priority`: higher goes first under that policy.
+        if self._watcher is not None:
+            self._watcher(request)
         `deadline_s`: seconds from now; a request that has begun by then finishes with what it has, another one fails.
         Raises: RequestError naming the field, Overloaded, EngineDead.
         """
         scheduler = self._accepting()
-        assert self._builder is not None
-        assert self._loop is not None
+        assert self._builder is not None and self._loop is not None
         request = self._builder.build(
             prompt_ids,
             params if params is not None else SamplingParams(),
@@ -352,9 +360,7 @@ class Engine:
         return len(found)
 
     def _abort(self, request: Request) -> None:
-        if self._scheduler is None:
-            return
-        if request.has_ended:
+        if self._scheduler is None or request.has_ended:
             return
         self._check_event_loop()
         end = self._scheduler.abort(request)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..streams.host_lane import HostLane
+from ..streams.marks import DRAW, FORWARD, MarkSwitch, Marks
 from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
 from .scheduler.schedule_batch import ScheduleBatch
@@ -88,6 +89,7 @@ class ScriptedWorker:
         self.limits = limits
         self.script = script if script is not None else Script()
         self.last_committed = -1
+        self.marks = MarkSwitch()
         self._lane: TurnLane | HostLane | None = None
         self._table = [
             array("i", [0]) * (limits.max_model_len // limits.page_size + 1) for _ in range(limits.num_rows + 1)
@@ -118,7 +120,8 @@ class ScriptedWorker:
         _busy(script.launch_cost_s)
         outcome: Ticket[StepOutcome] = Ticket()
         chains: dict[int, int | Exception] = {}
-        lane.submit(lambda: self._forward(batch, chains))
+        marks = self.marks.marks
+        lane.submit(_marked(marks, FORWARD, batch.step, lambda: self._forward(batch, chains)))
 
         def resolve(inputs: SampleInputs) -> None:
             if batch.step in script.resolve_faults:
@@ -126,7 +129,8 @@ class ScriptedWorker:
             if batch.step in script.stuck_steps:
                 return
             results: list[StepOutcome | Exception] = []
-            lane.submit(lambda: results.append(self._sample(batch, chains, inputs)))
+            draw = _marked(marks, DRAW, batch.step, lambda: results.append(self._sample(batch, chains, inputs)))
+            lane.submit(draw)
             for _ in range(script.late_turns(batch.step)):
                 lane.submit(lambda: None)
             lane.submit(lambda: _complete(outcome, results[0]))
@@ -224,6 +228,19 @@ def _ints(packed: bytes) -> array[int]:
     ints = array("i")
     ints.frombytes(packed)
     return ints
+
+
+def _marked(marks: Marks, name: str, step: int, job: Callable[[], None]) -> Callable[[], None]:
+    """The job with a mark around it, or as it is while marks are off."""
+    if not marks.is_on:
+        return job
+
+    def marked() -> None:
+        mark = marks.lane_start(name, step)
+        job()
+        marks.lane_end(mark)
+
+    return marked
 
 
 def _busy(seconds: float) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..streams import marks as phases
-from ..streams.marks import Marks, NoMarks
+from ..streams.marks import MarkSwitch
 from .errors import EngineDead, MisuseError, StepFailed
 from .scheduler.schedule_batch import NoBatch, ScheduleBatch
 from .scheduler.scheduler import Scheduler, Update
@@ -32,13 +32,13 @@ class StepLoop:
         worker: Worker,
         *,
         overlap: bool,
-        marks: Marks | None = None,
+        marks: MarkSwitch | None = None,
         after_commit: Callable[[], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
         self._overlap = overlap
-        self._marks: Marks = marks if marks is not None else NoMarks()
+        self._switch = marks if marks is not None else MarkSwitch()
         self._after_commit = after_commit  # tests prove the laws of ownership here, after every step
         self._wake = asyncio.Event()
         self._closing = False
@@ -94,7 +94,8 @@ class StepLoop:
             pending = launched
 
     def _resolve(self, pending: Launched) -> None:
-        mark = self._marks.start(phases.SAMPLE, pending.batch.step)
+        marks = self._switch.marks
+        mark = marks.start(phases.SAMPLE, pending.batch.step)
         inputs = self._scheduler.sample_inputs(pending.batch)
         try:
             pending.resolve(inputs)
@@ -102,17 +103,18 @@ class StepLoop:
             raise
         except Exception as error:
             pending.error = error  # its outcome will never come: settling fails its rows, the engine goes on
-        self._marks.end(mark)
+        marks.end(mark)
 
     def _plan(self, pending: Launched | None) -> ScheduleBatch | NoBatch:
-        step = self._scheduler.next_step
-        mark = self._marks.start(phases.SCHEDULE, step)
+        marks, step = self._switch.marks, self._scheduler.next_step
+        mark = marks.start(phases.SCHEDULE, step)
         plan = NoBatch.NOTHING if self._closing else self._scheduler.plan(pending.batch if pending else None)
-        self._marks.end(mark)
+        marks.end(mark)
         return plan
 
     def _launch(self, batch: ScheduleBatch) -> Launched:
-        mark = self._marks.start(phases.LAUNCH, batch.step)
+        marks = self._switch.marks
+        mark = marks.start(phases.LAUNCH, batch.step, batch.num_rows, batch.num_tokens)
         try:
             return self._worker.launch(batch)
         except EngineDead:
@@ -120,12 +122,13 @@ class StepLoop:
         except Exception as error:
             return Launched(batch, None, None, error=error)
         finally:
-            self._marks.end(mark)
+            marks.end(mark)
 
     async def _settle(self, launched: Launched) -> None:
         """Await a step, commit it whether it failed or not, and deliver what it brought."""
         batch = launched.batch
-        mark = self._marks.start(phases.AWAIT, batch.step)
+        marks = self._switch.marks
+        mark = marks.start(phases.AWAIT, batch.step)
         outcome, error = None, launched.error
         if launched.outcome is not None and error is None:
             try:
@@ -134,8 +137,8 @@ class StepLoop:
                 raise
             except Exception as raised:
                 error = raised
-        self._marks.end(mark)
-        mark = self._marks.start(phases.COMMIT, batch.step)
+        marks.end(mark)
+        mark = marks.start(phases.COMMIT, batch.step, batch.num_rows, len(outcome.token_ids) if outcome else 0)
         if outcome is not None:
             updates = self._scheduler.commit(batch, outcome)
         else:
@@ -145,10 +148,10 @@ class StepLoop:
         self.num_settled += 1
         if self._after_commit is not None:
             self._after_commit()
-        self._marks.end(mark)
-        mark = self._marks.start(phases.SEND, batch.step)
+        marks.end(mark)
+        mark = marks.start(phases.SEND, batch.step)
         deliver(updates)
-        self._marks.end(mark)
+        marks.end(mark)
 
 
 def deliver(updates: Sequence[Update]) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from ..streams.marks import MarkSwitch
 from ..streams.ticket import Ticket
 from .errors import MisuseError
 from .scheduler.schedule_batch import ScheduleBatch
@@ -89,6 +90,13 @@ class Worker(Protocol):
     def committed(self, step: int) -> None:
         """Step `step` is committed: its staging slots and holds may be reused."""
         ...
+
+@runtime_checkable
+class MarksLanes(Protocol):
+    """A worker that marks what its lanes do. The engine puts its own switch there before the start."""
+
+    marks: MarkSwitch
+
 
     async def aclose(self) -> None:
         """Stop the lanes; returns in bounded time even if a step is stuck."""

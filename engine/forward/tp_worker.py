@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...streams.hold import Hold
+from ...streams.marks import STAGE, MarkSwitch
 from ...streams.ticket import Ticket
 from ..errors import MisuseError
 from ..worker import Launched, SampleInputs, StepOutcome, WorkerLimits
@@ -51,7 +52,8 @@ class TpWorker:
     Called on the loop thread only; what runs elsewhere is what it submits.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, marks: MarkSwitch | None = None) -> None:
+        self.marks = marks if marks is not None else MarkSwitch()
         self._config = config
         self._folder = folder
         self._built: DeviceBuild | None = None
@@ -78,7 +80,12 @@ class TpWorker:
         slots.
         """
         built = self._ready()
-        step = built.make_step(batch, built.ring.acquire(batch.step))
+        marks = self.marks.marks
+        mark = marks.start(STAGE, batch.step)
+        step: DeviceStep = built.make_step(batch, built.ring.acquire(batch.step))
+        marks.end(mark)
+        if marks.is_on:
+            step = MarkedStep(step, marks, batch.step)
         built.compute.submit(step.forward)
         outcome: Ticket[StepOutcome] = Ticket()
         return Launched(batch, outcome, lambda inputs: self._resolve(step, inputs, outcome))

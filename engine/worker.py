@@ -12,6 +12,9 @@ from typing import Protocol, runtime_checkable
 from ..streams.marks import MarkSwitch
 from ..streams.ticket import Ticket
 from .errors import MisuseError
+from .logit_rules import LogitEdit
+from .logits_processor import LogitsProcessor
+from .outputs import TokenLogprobs
 from .scheduler.schedule_batch import ScheduleBatch
 
 
@@ -24,17 +27,27 @@ class WorkerLimits:
     num_rows: int  # usable rows, without row 0
     max_model_len: int  # longest sequence, prompt and output together, in tokens
     vocab_size: int  # ids 0…vocab_size-1 are valid inputs
+    memory_table: str = ""  # what the start took of the device's memory, for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleInputs:
     """What the host adds to a step's logits once everything before that step is committed. Picklable.
 
-    Indices are positions in `batch.rows`.
+    Indices are positions in `batch.rows`; the columns with them hold rows that sample, in order. Log-probabilities are
+    taken first; then edits, suppressed ids and masks apply, and processors last.
     """
 
     dead: frozenset[int] = frozenset()  # rows that ended meanwhile: not sampled, no relay write
     suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (index, ids that must not be drawn)
+    edits: tuple[LogitEdit, ...] = ()
+    masks: tuple[tuple[int, bytes], ...] = ()  # (index, packed int32: bit i of word w set if id 32 w + i may be drawn)
+    processors: tuple[tuple[int, tuple[LogitsProcessor, ...], bytes], ...] = ()  # (index, in turn, history as int32)
+    logprobs: tuple[tuple[int, int], ...] = ()  # (index, how many of the likeliest ids beside the drawn one)
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.suppressed or self.edits or self.masks or self.processors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +55,8 @@ class StepOutcome:
     """What a step brought home. `token_ids` is aligned with `batch.sample_indices`; entries of dead rows mean nothing."""
 
     token_ids: tuple[int, ...]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by position in rows
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by position in rows
     row_errors: Mapping[int, str] = field(default_factory=dict)  # position in rows → why that row alone failed
 
 
@@ -76,6 +91,13 @@ class Launched:
         closure(inputs)
 
 
+@runtime_checkable
+class MarksLanes(Protocol):
+    """A worker that marks what its lanes do. The engine puts its own switch there before the start."""
+
+    marks: MarkSwitch
+
+
 class Worker(Protocol):
     """Runs batches in launch order on one lane."""
 
@@ -90,13 +112,6 @@ class Worker(Protocol):
     def committed(self, step: int) -> None:
         """Step `step` is committed: its staging slots and holds may be reused."""
         ...
-
-@runtime_checkable
-class MarksLanes(Protocol):
-    """A worker that marks what its lanes do. The engine puts its own switch there before the start."""
-
-    marks: MarkSwitch
-
 
     async def aclose(self) -> None:
         """Stop the lanes; returns in bounded time even if a step is stuck."""

@@ -37,6 +37,7 @@ class CudaParts:
     stage: Callable[
         [Slot, bytes | bytearray], torch.Tensor
     ]  # packed bytes as int32 in pinned memory that lives as long as the step
+    memory_table: str  # what the start took of the device, for people
     dead_shipped: bool = False  # the device's dead flags are not all clear
     kind: SampleKind = SampleKind.GREEDY
     kind_of_rows: tuple[int, ...] | None = None

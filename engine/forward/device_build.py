@@ -50,25 +50,28 @@ class DeviceBuild:
         model_config = ModelConfig.from_folder(folder, max_model_len=config.max_model_len)
         placement = Placement.resolve(config, model_config)
         runner = ModelRunner.build_blocking(config, model_config, folder, placement)
-        memory, num_rows = runner.memory, config.max_running_requests
-        num_ints = 16 * (num_rows + 1) + config.max_prefill_tokens + 3 * num_rows * memory.max_pages_per_row
+        num_rows = config.max_running_requests
+        num_ints = 16 * (num_rows + 1) + config.max_prefill_tokens + 3 * num_rows * runner.memory.max_pages_per_row
         result_bytes = 16 * num_rows + 4096
         slot_bytes = min(num_ints * _INT_BYTES, _MAX_SLOT_BYTES) + 2 * result_bytes
         pinned = placement.device.type == "cuda"
         stage = _stage_into(slot_bytes - result_bytes, pinned=pinned)
-        limits = WorkerLimits(
-            num_pages=memory.num_pages,
-            page_size=memory.page_size,
-            num_rows=num_rows,
-            max_model_len=memory.max_model_len,
-            vocab_size=model_config.vocab_size,
-        )
         ring = StagingRing(slot_bytes, pinned=pinned)
         if pinned:
-            make_step, compute, copy = _on_cuda(config, runner, limits, placement, stage)
-        else:
-            make_step, compute, copy = _on_cpu(config, runner, limits, placement, stage)
-        return cls(make_step=make_step, ring=ring, compute=compute, copy=copy, limits=limits)
+            return _on_cuda(config, runner, placement, stage, ring)
+        return _on_cpu(config, runner, placement, stage, ring)
+
+
+def _limits(config: EngineConfig, runner: ModelRunner, *, memory_table: str) -> WorkerLimits:
+    memory = runner.memory
+    return WorkerLimits(
+        num_pages=memory.num_pages,
+        page_size=memory.page_size,
+        num_rows=config.max_running_requests,
+        max_model_len=memory.max_model_len,
+        vocab_size=runner.model.config.vocab_size,
+        memory_table=memory_table,
+    )
 
 
 def _stage_into(usable_bytes: int, *, pinned: bool) -> Stage:
@@ -90,9 +93,11 @@ def _stage_into(usable_bytes: int, *, pinned: bool) -> Stage:
 
 
 def _on_cpu(
-    config: EngineConfig, runner: ModelRunner, limits: WorkerLimits, placement: Placement, stage: Stage
-) -> tuple[MakeStep, Lane, Lane]:
+    config: EngineConfig, runner: ModelRunner, placement: Placement, stage: Stage, ring: StagingRing
+) -> DeviceBuild:
     """One thread is both lanes: there is nothing to copy between."""
+    memory = runner.memory
+    limits = _limits(config, runner, memory_table=f"KV pool {memory.pool_bytes / 2**20:,.0f} MiB, taken as it fills")
     parts = TorchParts(
         runner=runner,
         sampler=Sampler(limits.vocab_size, placement.device, row_invariant=config.row_invariant),
@@ -104,22 +109,26 @@ def _on_cpu(
     lane = HostLane("compute")
     # On the thread that computes: OpenMP keeps the number by thread.
     lane.submit(lambda: torch.set_num_threads(placement.num_threads))
-    return lambda batch, slot: TorchStep(parts, batch, slot), lane, lane
+    return DeviceBuild(
+        make_step=lambda batch, slot: TorchStep(parts, batch, slot), ring=ring, compute=lane, copy=lane, limits=limits
+    )
 
 
 def _on_cuda(
-    config: EngineConfig, runner: ModelRunner, limits: WorkerLimits, placement: Placement, stage: Stage
-) -> tuple[MakeStep, Lane, Lane]:
+    config: EngineConfig, runner: ModelRunner, placement: Placement, stage: Stage, ring: StagingRing
+) -> DeviceBuild:
     """Two streams, a sampler of kernels, and graphs for what can be captured."""
     from ...streams.cuda_lane import CudaLane, distinct_streams
     from .cuda_step import CudaStep
     from .graph_build import build_cuda_parts
 
     device = placement.device
-    parts = build_cuda_parts(config, runner, limits, device, stage)
+    parts = build_cuda_parts(config, runner, device, stage)
     compute, copy = distinct_streams(2, device)
-    return (
-        lambda batch, slot: CudaStep(parts, batch, slot),
-        CudaLane("compute", device, stream=compute),
-        CudaLane("copy", device, stream=copy),
+    return DeviceBuild(
+        make_step=lambda batch, slot: CudaStep(parts, batch, slot),
+        ring=ring,
+        compute=CudaLane("compute", device, stream=compute),
+        copy=CudaLane("copy", device, stream=copy),
+        limits=_limits(config, parts.runner, memory_table=parts.memory_table),
     )

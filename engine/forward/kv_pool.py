@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...streams.virtual_memory import ReservedMemory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
@@ -35,17 +37,21 @@ class KVPool:
     memory by slot, [(num_pages + 1) * page_size, Hk, D].
     """
 
-    def __init__(self, shape: KVShape, *, num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: KVShape, *, num_pages: int, page_size: int, device: torch.device, first_pages: int | None = None
+    ) -> None:
+        """`first_pages`: on CUDA, reserve addresses for all pages, page 0 counted in neither, but memory for these only,
+        until `back` says how many there are to be.
+        """
         self.shape = shape
         self.num_pages = num_pages
         self.page_size = page_size
-        size = (num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
-
-        def pages() -> list[torch.Tensor]:
-            return [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
-
-        self.keys = pages()
-        self.values = pages()
+        self._device = device
+        self._reserved: list[ReservedMemory] = []
+        self.keys = self._layers(first_pages)
+        self.values = self._layers(first_pages)
+        if first_pages is not None:
+            self.back(first_pages)
         self.key_slots = [layer.flatten(0, 1) for layer in self.keys]
         self.value_slots = [layer.flatten(0, 1) for layer in self.values]
         # One row a page: what attention gathers.
@@ -55,6 +61,38 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         return (self.num_pages + 1) * self.page_size * self.shape.bytes_per_token
+
+    def back(self, num_pages: int) -> None:
+        """Give a reserved pool memory for its first `num_pages`, zeroed; from now on it has that many.
+
+        Raises: torch.OutOfMemoryError.
+        """
+        page_bytes = self._page_bytes
+        for memory in self._reserved:
+            start = memory.backed_bytes
+            memory.back((num_pages + 1) * page_bytes)
+            memory.whole()[start : memory.backed_bytes].zero_()
+        self.num_pages = num_pages
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of the keys, or the values, of one layer."""
+        return self.page_size * self.shape.num_kv_heads * self.shape.head_dim * self.shape.dtype.itemsize
+
+    def _layers(self, first_pages: int | None) -> list[torch.Tensor]:
+        shape = self.shape
+        size = (self.num_pages + 1, self.page_size, shape.num_kv_heads, shape.head_dim)
+        if first_pages is None:
+            return [_zeros(size, shape.dtype, self._device) for _ in range(shape.num_layers)]
+        layers = []
+        for _ in range(shape.num_layers):
+            memory = ReservedMemory((self.num_pages + 1) * self._page_bytes, self._device)
+            memory.back(self._page_bytes)  # a range without any memory is no tensor yet
+            memory.whole()[: memory.backed_bytes].zero_()
+            self._reserved.append(memory)
+            whole = memory.whole()[: (self.num_pages + 1) * self._page_bytes]
+            layers.append(whole.view(shape.dtype).view(size))
+        return layers
 
     def clear(self, pages: torch.Tensor) -> None:
         """Zero `pages` [n] int in every layer."""

@@ -19,6 +19,15 @@ _MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """`used_bytes` counts everything that is not free, whoever holds it. `limit_bytes`: of what may be taken unasked."""
+
+    total_bytes: int
+    used_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Units: pages without page 0; `max_model_len` in tokens, prompt and output together."""
 
@@ -37,10 +46,10 @@ class MemoryPlan:
 
     @classmethod
     def make(
-        cls, config: EngineConfig, model: ModelConfig, *, bytes_per_token: int, free_bytes: int, limit_bytes: int | None
+        cls, config: EngineConfig, model: ModelConfig, *, bytes_per_token: int, memory: DeviceMemory
     ) -> MemoryPlan:
-        """Size the pool from `max_total_tokens`, else from a fraction of `free_bytes` (at most `limit_bytes`), never
-        beyond what all rows at their longest could use.
+        """Size the pool from `max_total_tokens`, else from the fraction of `memory` that is to be used in all, less what
+        is used already, and never beyond what all rows at their longest could use.
 
         Raises ConfigError if the pool cannot hold one sequence of the length asked for, or not even a page.
         """
@@ -49,15 +58,15 @@ class MemoryPlan:
         if config.max_total_tokens is not None:
             num_tokens = config.max_total_tokens
         else:
-            budget = int(free_bytes * config.kv_memory_fraction)
-            if limit_bytes is not None:
-                budget = min(budget, limit_bytes)
+            budget = int(memory.total_bytes * config.kv_memory_fraction) - memory.used_bytes
+            if memory.limit_bytes is not None:
+                budget = min(budget, memory.limit_bytes)
             longest_pages = -(-wanted_len // page_size)
             useful_tokens = config.max_running_requests * longest_pages * page_size
             num_tokens = min(budget // bytes_per_token - page_size, useful_tokens)
         num_pages = num_tokens // page_size
         if num_pages < 1:
-            _refuse_tiny(config, bytes_per_token, free_bytes)
+            _refuse_tiny(config, bytes_per_token, memory)
         capacity = num_pages * page_size
         if capacity < wanted_len and config.max_model_len is not None:
             raise ConfigError(
@@ -84,11 +93,12 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def free_memory(device: torch.device) -> tuple[int, int | None]:
-    """Bytes that are free for the pool now that the weights are loaded, and a limit on what may be taken unasked."""
+def device_memory(device: torch.device) -> DeviceMemory:
+    """What the device has now. On the CPU only what is available counts: the machine is shared."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0], None
-    return _available_ram(), _MAX_CPU_POOL_BYTES
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total_bytes=total, used_bytes=total - free, limit_bytes=None)
+    return DeviceMemory(total_bytes=_available_ram(), used_bytes=0, limit_bytes=_MAX_CPU_POOL_BYTES)
 
 
 def _available_ram() -> int:
@@ -102,14 +112,17 @@ def _available_ram() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _refuse_tiny(config: EngineConfig, bytes_per_token: int, free_bytes: int) -> None:
+def _refuse_tiny(config: EngineConfig, bytes_per_token: int, memory: DeviceMemory) -> None:
     if config.max_total_tokens is not None:
         raise ConfigError(
             f"max_total_tokens {config.max_total_tokens} is less than a page of {config.page_size}",
             field="max_total_tokens",
         )
+    page_bytes = bytes_per_token * config.page_size
+    works = (memory.used_bytes + 2 * page_bytes) / max(memory.total_bytes, 1)
+    advice = f"{works:.2f} would do" if works <= 1 else "no fraction would do"
     raise ConfigError(
-        f"no room for a KV page of {bytes_per_token * config.page_size / _MIB:.1f} MiB: {free_bytes / _MIB:.0f} MiB are "
-        f"free, of which kv_memory_fraction {config.kv_memory_fraction} may be used",
+        f"no room for a KV page of {page_bytes / _MIB:.1f} MiB: {memory.used_bytes / _MIB:.0f} of "
+        f"{memory.total_bytes / _MIB:.0f} MiB are used, and kv_memory_fraction is {config.kv_memory_fraction}; {advice}",
         field="kv_memory_fraction",
     )

@@ -8,7 +8,7 @@ import torch
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import ConfigError
 from slipstream.engine.forward.kv_pool import KVPool, KVShape
-from slipstream.engine.forward.memory_plan import MemoryPlan, free_memory, longest_sequence
+from slipstream.engine.forward.memory_plan import DeviceMemory, MemoryPlan, device_memory, longest_sequence
 from slipstream.engine.forward.placement import Placement, has_fast_half
 from slipstream.engine.loader.model_config import ModelConfig
 
@@ -27,10 +27,11 @@ MODEL = ModelConfig.from_dict(
 )
 
 
-def plan(*, free_mib=1000, limit_mib=None, bytes_per_token=1024, **settings):
+def plan(*, free_mib=1000, used_mib=0, limit_mib=None, bytes_per_token=1024, **settings):
     config = EngineConfig(model="m", **settings)
     limit = None if limit_mib is None else limit_mib * MIB
-    return MemoryPlan.make(config, MODEL, bytes_per_token=bytes_per_token, free_bytes=free_mib * MIB, limit_bytes=limit)
+    memory = DeviceMemory(total_bytes=free_mib * MIB, used_bytes=used_mib * MIB, limit_bytes=limit)
+    return MemoryPlan.make(config, MODEL, bytes_per_token=bytes_per_token, memory=memory)
 
 
 def test_the_pool_takes_the_fraction_of_what_is_free():
@@ -73,10 +74,18 @@ def test_sequences_longer_than_the_model_was_made_for_are_refused():
     assert caught.value.field == "max_model_len"
 
 
-def test_the_cpu_has_free_memory_and_a_limit():
-    free_bytes, limit_bytes = free_memory(torch.device("cpu"))
-    assert free_bytes > 0
-    assert limit_bytes is not None
+def test_what_is_used_already_counts_against_the_fraction_and_the_refusal_says_what_would_do():
+    made = plan(free_mib=100, used_mib=30, kv_memory_fraction=0.5, page_size=16)
+    assert made.pool_bytes <= 20 * MIB < made.pool_bytes + 2 * 16 * 1024
+    with pytest.raises(ConfigError, match=r"60 of 100 MiB are used.*0\.60 would do"):
+        plan(free_mib=100, used_mib=60, kv_memory_fraction=0.5, page_size=16)
+
+
+def test_the_cpu_has_memory_and_a_limit():
+    memory = device_memory(torch.device("cpu"))
+    assert memory.total_bytes > 0
+    assert memory.used_bytes == 0
+    assert memory.limit_bytes is not None
 
 
 def test_the_pool_holds_zeros_by_page_and_by_slot():

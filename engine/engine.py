@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..streams.marks import MarkSwitch
 from .config import EngineConfig
 from .errors import ConfigError, EngineDead, MisuseError, Overloaded, RequestError
-from .outputs import Completion, Failed, Finished, Sink
+from .outputs import Completion, Failed, Sink
 from .request import Request
 from .request_builder import RequestBuilder, checked_deadline
 from .sampling_params import SamplingParams
@@ -293,23 +293,8 @@ class Engine:
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> Completion:
         """The whole answer. Raises as `generate` does; cancelling it aborts the request."""
-        token_ids: list[int] = []
-        pieces: list[str] = []
-        finished: Finished | None = None
         async with self.generate(prompt, params, request_id=request_id) as stream:
-            async for delta in stream:
-                token_ids.extend(delta.token_ids)
-                pieces.append(delta.text)
-                finished = delta.finished
-        if finished is None:
-            raise MisuseError("a stream ended without its terminal event")
-        return Completion(
-            text="".join(pieces),
-            token_ids=tuple(token_ids),
-            finish_reason=finished.reason,
-            stop_reason=finished.stop_reason,
-            usage=finished.usage,
-        )
+            return Completion.of([delta async for delta in stream])
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; long texts are encoded off the loop. Raises: RequestError."""
@@ -331,8 +316,6 @@ class Engine:
         """Check and queue a request in one go; nothing is registered if it raises.
 
         `salt`: requests share cached prefixes only with the same salt. `priority`: higher goes first under that policy.
-        if self._watcher is not None:
-            self._watcher(request)
         `deadline_s`: seconds from now; a request that has begun by then finishes with what it has, another one fails.
         Raises: RequestError naming the field, Overloaded, EngineDead.
         """
@@ -348,6 +331,8 @@ class Engine:
             deadline=None if deadline_s is None else self._loop.clock() + checked_deadline(deadline_s),
         )
         scheduler.add(request)
+        if self._watcher is not None:
+            self._watcher(request)
         self._loop.wake()
         return RequestHandle(self, request)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from .errors import MisuseError, RequestCancelled
-from .outputs import Cancelled, Delta, End, Failed, Finished
+from .outputs import Cancelled, Delta, End, Failed, Finished, TokenLogprobs
 
 
 class Outbox:
@@ -15,16 +15,27 @@ class Outbox:
     Its size is bounded by the request's own limits: a slow consumer gets one larger delta, not a longer queue.
     """
 
-    __slots__ = ("_end", "_pieces", "_token_ids", "_waiter")
+    __slots__ = ("_end", "_logprobs", "_pieces", "_prompt_logprobs", "_token_ids", "_waiter")
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._end: End | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def push(self, token_ids: Sequence[int], text: str) -> None:
+    def push(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         self._token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        if prompt_logprobs:
+            self._prompt_logprobs = tuple(prompt_logprobs)
         if text:
             self._pieces.append(text)
         self._wake()
@@ -58,9 +69,12 @@ class Outbox:
             if isinstance(self._end, Cancelled):
                 raise RequestCancelled("the request was aborted")
         finished = self._end if isinstance(self._end, Finished) else None
-        delta = Delta(tuple(self._token_ids), "".join(self._pieces), finished)
+        logprobs, scores = tuple(self._logprobs), self._prompt_logprobs
+        delta = Delta(tuple(self._token_ids), "".join(self._pieces), finished, logprobs, scores)
         self._token_ids.clear()
         self._pieces.clear()
+        self._logprobs.clear()
+        self._prompt_logprobs = ()
         return delta
 
     def _wake(self) -> None:

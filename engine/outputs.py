@@ -6,7 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from .errors import MisuseError
+
 FinishReason = Literal["stop", "length", "abort", "deadline"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural log-probabilities at one position, of the model's own distribution. The token's own is `logprob`, whether
+    or not it is among the likeliest, which come in descending order.
+    """
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +61,18 @@ End = Finished | Failed | Cancelled
 class Sink(Protocol):
     """Where a request's tokens go. Called on the loop thread by the step loop: must not block, await or raise."""
 
-    def push(self, token_ids: Sequence[int], text: str) -> None:
-        """New tokens and the text they released (possibly empty: held back for a stop string or a split character)."""
+    def push(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        """New tokens and the text they released (possibly empty: held back for a stop string or a split character).
+
+        Log-probabilities are given only for requests that asked for them: one for each token, and those of the prompt
+        once, in the first call.
+        """
         ...
 
     def end(self, end: End) -> None:
@@ -63,6 +86,8 @@ class Delta(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     finished: Finished | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first delta, if asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +99,21 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None
     usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> Completion:
+        """All deltas of one request together. Raises: MisuseError if the last one is missing."""
+        finished = deltas[-1].finished if deltas else None
+        if finished is None:
+            raise MisuseError("a stream ended without its terminal event")
+        return cls(
+            text="".join([delta.text for delta in deltas]),
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            finish_reason=finished.reason,
+            stop_reason=finished.stop_reason,
+            usage=finished.usage,
+            logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+            prompt_logprobs=tuple(each for delta in deltas for each in delta.prompt_logprobs),
+        )

@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from .cache.radix_node import RadixNode
 from .errors import MisuseError
-from .outputs import Sink, Usage
+from .logit_rules import LogitRules
+from .outputs import Sink, TokenLogprobs, Usage
 from .sampling_params import SamplingParams
 from .scheduler.schedule_batch import RowSampling
 from .text.text_stream import TextStream
@@ -45,9 +46,11 @@ class Request:
         "arrival",
         "deadline",
         "decoding",
+        "fault",
         "ids",
         "last_step",
         "max_total_tokens",
+        "next_scored",
         "node",
         "node_pages",
         "num_cached_tokens",
@@ -60,8 +63,10 @@ class Request:
         "params",
         "prefill_committed",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "row",
+        "rules",
         "salt",
         "sampling",
         "sink",
@@ -85,6 +90,7 @@ class Request:
         max_total_tokens: int,
         sink: Sink,
         text: TextStream | None = None,
+        rules: LogitRules | None = None,
         salt: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -99,6 +105,11 @@ class Request:
         self.max_total_tokens = max_total_tokens  # prompt and outputs together, known from the start
         self.sink = sink
         self.text = text
+        self.rules = rules
+        self.fault: Exception | None = None  # its rules raised: it fails when the step is committed
+        # The first prompt position whose log-probability is still to come; None: none is asked for.
+        self.next_scored = None if params.prompt_logprobs is None else max(1, params.logprob_start)
+        self.prompt_logprobs: list[TokenLogprobs] = []  # as far as computed, until they are delivered
         self.salt = salt
         self.priority = priority  # a higher one goes first, where the policy asks for it
         self.deadline = deadline  # when its time is over, on the step loop's clock
@@ -146,6 +157,25 @@ class Request:
             cached_tokens=self.num_cached_tokens,
             output_tokens=self.num_outputs,
         )
+
+    @property
+    def longest_prefix(self) -> int:
+        """Leading tokens that may come out of the cache: the last one is always computed, and whatever is scored."""
+        num_ids = len(self.ids)
+        if self.next_scored is None or self.next_scored >= self.num_prompt_tokens:
+            return num_ids - 1
+        return self.next_scored - 1
+
+    def add_scores(self, scores: Sequence[TokenLogprobs]) -> None:
+        """Take in the log-probabilities of the next prompt tokens."""
+        if self.next_scored is not None:
+            self.prompt_logprobs.extend(scores)
+            self.next_scored += len(scores)
+
+    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+        """The prompt's log-probabilities, once."""
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
 
     def move(self, state: RequestState) -> None:
         """Change state. Raises: MisuseError for a move that the table does not have."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
-from .errors import RequestError, shown
+from .errors import MisuseError, RequestError, shown
+from .grammar_session import CompiledGrammar
+from .logit_rules import LogitRules
 from .outputs import Sink
 from .request import Request
 from .sampling_params import SamplingParams
@@ -45,8 +47,9 @@ class RequestBuilder:
         salt: str | None,
         priority: int = 0,
         deadline: float | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> Request:
-        """Raises: RequestError naming the field."""
+        """`grammar`: what `params.structured_output` was compiled to. Raises: RequestError naming the field."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {shown(params)}", param="params")
         for name, value in (("request_id", request_id), ("salt", salt)):
@@ -73,6 +76,7 @@ class RequestBuilder:
             max_total_tokens=self._checked_length(len(ids), params),
             sink=sink,
             text=self._text_stream(ids, params),
+            rules=self._rules(len(ids), params, grammar),
             salt=salt,
             priority=priority,
             deadline=deadline,
@@ -130,6 +134,42 @@ class RequestBuilder:
         if params.min_tokens and len(stop_ids) >= vocab_size:
             raise RequestError("with every id a stop id, min_tokens cannot be kept", param="min_tokens")
         return stop_ids, texts
+
+    def _rules(
+        self, num_prompt_tokens: int, params: SamplingParams, grammar: CompiledGrammar | None
+    ) -> LogitRules | None:
+        """None for a request that takes the logits as they are: it costs nothing in any step."""
+        if (grammar is None) != (params.structured_output is None):
+            raise MisuseError("structured_output goes with the grammar that it was compiled to")
+        sequences = [*params.bad_words_ids, *self._bad_words(params.bad_words)]
+        self._check_ids("bad_words_ids", [token_id for ids in params.bad_words_ids for token_id in ids])
+        self._check_ids("logit_bias", dict(params.logit_bias))
+        self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        penalties = (params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty)
+        others = (params.logit_bias, sequences, params.allowed_token_ids, params.logits_processors, grammar)
+        if not any(penalties) and not any(others):
+            return None
+        return LogitRules(
+            params,
+            num_prompt_tokens=num_prompt_tokens,
+            vocab_size=self._limits.vocab_size,
+            bad_sequences=sequences,
+            grammar=grammar.session() if grammar is not None else None,
+        )
+
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each word as it is spelled at the start of a text and behind a space."""
+        if not words:
+            return []
+        if self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and this engine has none", param="bad_words")
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if ids and max(ids) >= self._limits.vocab_size:
+            raise RequestError(f"id {max(ids)} is outside the vocabulary", param=name)
 
     def _text_stream(self, ids: array[int], params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from .errors import RequestError, shown
+from .grammar_session import GrammarSpec
+from .logits_processor import LogitsProcessor
 
 GREEDY_BELOW = 1e-5  # a smaller temperature overflows the scaled logits in fp32 and means greedy anyway
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_BIASES = 1024
+MAX_ALLOWED = 1 << 18
+MAX_PROCESSORS = 16
+MAX_LOGPROBS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +26,15 @@ class SamplingParams:
     `max_tokens` None fills the context. `temperature` 0 (or under 1e-5) is greedy. `top_k` 0 or -1, `top_p` 1 and
     `min_p` 0 are off. Without a `seed` the request draws from a fresh one. Until `min_tokens` are out, neither the
     model's end ids nor `stop_token_ids` can be drawn and stop strings are not looked for.
+
+    What changes the logits, in this order: `repetition_penalty` (over prompt and output) divides positive logits and
+    multiplies negative ones; `frequency_penalty` a token's count and `presence_penalty` once are subtracted for what is
+    in the output; `logit_bias` adds; `bad_words`, `bad_words_ids` (sequences whose last token must not complete them)
+    and everything outside `allowed_token_ids` or against the grammar of `structured_output` is ruled out; then `logits_processors` in turn.
+
+    `logprobs` k gives each token's log-probability and the k likeliest tokens', of the model's own logits: before all
+    of the above and before the temperature. `prompt_logprobs` gives the same for the prompt's tokens from position
+    `logprob_start` on; the first token of a prompt has none.
 
     Raises: RequestError naming the field.
     """
@@ -36,17 +51,30 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # kept as pairs
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    structured_output: GrammarSpec | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_start: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, _items(name, getattr(self, name)))
+        for name, most in _MOST.items():
+            object.__setattr__(self, name, _items(name, getattr(self, name), most))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", param=name)
         self._check_numbers()
         self._check_stops()
+        self._check_logit_rules()
 
     @property
     def is_greedy(self) -> bool:
@@ -65,6 +93,13 @@ class SamplingParams:
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         _integer("top_k", self.top_k, low=-1)
         _number("min_p", self.min_p, low=0.0, high=1.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        _integer("logprob_start", self.logprob_start, low=0)
         if self.seed is not None:
             _integer("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
 
@@ -77,13 +112,58 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, low=0)
 
+    def _check_logit_rules(self) -> None:
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word:
+                raise RequestError("bad_words must be non-empty strings", param="bad_words")
+        sequences = [_items("bad_words_ids", ids, MAX_STOP_CHARS) for ids in self.bad_words_ids]
+        for ids in sequences:
+            if not ids:
+                raise RequestError("bad_words_ids must be non-empty lists of ids", param="bad_words_ids")
+            for each in ids:
+                _integer("bad_words_ids", each, low=0)
+        object.__setattr__(self, "bad_words_ids", tuple(sequences))
+        for token_id in self.allowed_token_ids:
+            _integer("allowed_token_ids", token_id, low=0)
+        if self.structured_output is not None and not isinstance(self.structured_output, GrammarSpec):
+            raise RequestError(
+                f"structured_output must be a GrammarSpec, not {shown(self.structured_output)}", param="structured_output"
+            )
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise RequestError(f"{shown(processor)} is no logits processor", param="logits_processors")
 
-def _items(name: str, value: object) -> tuple[object, ...]:
+
+_MOST = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOPS,
+    "bad_words": MAX_BIASES,
+    "bad_words_ids": MAX_BIASES,
+    "allowed_token_ids": MAX_ALLOWED,
+    "logits_processors": MAX_PROCESSORS,
+}
+
+
+def _items(name: str, value: object, most: int) -> tuple[object, ...]:
     if not isinstance(value, (Sequence, Set)) or isinstance(value, (str, bytes, bytearray)):
         raise RequestError(f"{name} must be a list, not {shown(value)}", param=name)
-    if len(value) > MAX_STOPS:
-        raise RequestError(f"{name} has {len(value)} entries; at most {MAX_STOPS} are allowed", param=name)
+    if len(value) > most:
+        raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", param=name)
     return tuple(value)
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    try:
+        biases = dict(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise RequestError(f"logit_bias must map ids to numbers, not {shown(value)}", param="logit_bias") from None
+    if len(biases) > MAX_BIASES:
+        raise RequestError(f"logit_bias has {len(biases)} entries; at most {MAX_BIASES}", param="logit_bias")
+    for token_id, bias in biases.items():
+        _integer("logit_bias", token_id, low=0)
+        _number("logit_bias", bias, low=-100.0, high=100.0)
+    return tuple(biases.items())
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

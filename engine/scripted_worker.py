@@ -20,6 +20,7 @@ from ..streams.marks import DRAW, FORWARD, MarkSwitch, Marks
 from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
 from .scheduler.schedule_batch import ScheduleBatch
+from .scripted_draw import ScriptedDraw, scripted_prompt_logprobs
 from .worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 
 TokenOf = Callable[[int, Sequence[int]], int]
@@ -44,6 +45,7 @@ class Script:
     deadly_steps: frozenset[int] = frozenset()  # these forwards take the device with them
     stuck_steps: frozenset[int] = frozenset()  # these never come back
     row_faults: frozenset[tuple[int, int]] = frozenset()  # (step, position in rows): that row alone fails
+    mask_faults: frozenset[tuple[int, int]] = frozenset()  # (step, position in rows): that row draws against its mask
     verifies: bool = True  # read every position of every history at every step
     launched: list[ScheduleBatch] = field(default_factory=list)  # what was launched, in order, if `records`
     records: bool = False
@@ -189,8 +191,8 @@ class ScriptedWorker:
     ) -> StepOutcome | Exception:
         if batch.step in self.script.deadly_steps:
             return EngineDead(f"scripted: step {batch.step} kills the device")
-        suppressed = dict(inputs.suppressed)
-        token_ids, row_errors = [], {}
+        draws = ScriptedDraw(inputs, self.limits.vocab_size)
+        token_ids, row_errors, logprobs = [], {}, {}
         for index, row in enumerate(batch.rows):
             chain = chains[index]
             if isinstance(chain, Exception) and index not in inputs.dead:
@@ -202,12 +204,22 @@ class ScriptedWorker:
             if index in inputs.dead or isinstance(chain, Exception):
                 token_ids.append(0)
                 continue
-            token_id = self._draw(row, batch.num_prior[index] + batch.num_new[index], chain)
-            while token_id in suppressed.get(index, ()):
-                token_id = (token_id + 1) % self.limits.vocab_size
+            wished = token_id = self._draw(row, batch.num_prior[index] + batch.num_new[index], chain)
+            try:
+                token_id = draws.draw(index, wished, obeys_mask=(batch.step, index) not in self.script.mask_faults)
+            except Exception as error:
+                row_errors[index] = f"scripted: {error}"
+            asked = draws.logprobs(index, wished, token_id)
+            if asked is not None:
+                logprobs[index] = asked
             self._relay[row] = token_id
             token_ids.append(token_id)
-        return StepOutcome(token_ids=tuple(token_ids), row_errors=row_errors)
+        return StepOutcome(
+            token_ids=tuple(token_ids),
+            logprobs=logprobs,
+            prompt_logprobs=scripted_prompt_logprobs(batch),
+            row_errors=row_errors,
+        )
 
     def _draw(self, row: int, length: int, chain: int) -> int:
         if self.script.token_of is None:

@@ -156,10 +156,12 @@ class StepLoop:
 
 def deliver(updates: Sequence[Update]) -> None:
     """Hand every update to its request's sink, tokens before the end."""
-    for request, token_ids, text, end in updates:
+    for request, token_ids, text, end, logprobs, prompt_logprobs in updates:
         if end is None and request.has_ended:
             continue  # a sink before it in this very list has aborted it: it had its end
-        if token_ids or text:
+        if logprobs or prompt_logprobs:
+            request.sink.push(token_ids, text, logprobs, prompt_logprobs)
+        elif token_ids or text:
             request.sink.push(token_ids, text)
         if end is not None:
             request.sink.end(end)

@@ -37,4 +37,4 @@ class EagerRunner:
         """Compute the step on the compute lane. The output is its own."""
         attention = prepare_step(self._decode_attention, self._extend_attention, batch)
         hidden = self._model(ForwardContext.of(batch, self._kv_pool, attention))
-        return ForwardOutput(logits=self._model.logits(hidden, batch.logits_indices))
+        return ForwardOutput(logits=self._model.logits(hidden, batch.logits_indices), hidden=hidden)

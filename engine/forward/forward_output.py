@@ -10,9 +10,10 @@ import torch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
     """Shapes: logits [S, vocab] of the model's dtype, compute lane: one row for each row of the batch that samples,
-    in their order.
+    in their order. hidden [T, hidden size], before the last norm: all tokens of the step.
 
-    Lifetime: the output of a graph is a view, valid until the next replay; the eager runner's is its own.
+    Lifetime: the hidden states of a graph are a view, valid until the next replay; the rest is the step's own.
     """
 
     logits: torch.Tensor
+    hidden: torch.Tensor

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBlock:
-    """Host side. `columns`: int32 bytes of the sampling rows to draw at random, of the suppressed (sampling row, id)
-    pairs as two columns, and of the request rows whose relay entry is written. A column that says nothing new is
+    """Host side. `columns`: int32 bytes of the sampling rows to draw at random, and of the request
+    rows whose relay entry is written. A column that says nothing new is
     empty; `all_random` tells the first one's two meanings apart.
     """
 
-    columns: tuple[bytes, bytes, bytes, bytes]
+    columns: tuple[bytes, bytes]
     all_random: bool
     needs: SampleNeeds
 
@@ -31,9 +31,7 @@ class SampleBlock:
         return tuple(len(column) // 4 for column in self.columns)
 
     @classmethod
-    def make(
-        cls, batch: ScheduleBatch, inputs: SampleInputs, samplings: RowSamplings, *, vocab_size: int
-    ) -> SampleBlock:
+    def make(cls, batch: ScheduleBatch, inputs: SampleInputs, samplings: RowSamplings) -> SampleBlock:
         """Turn positions in `batch.rows` into positions among the rows that sample; dead rows draw nothing and write
         row 0 of the relay.
         """
@@ -43,20 +41,10 @@ class SampleBlock:
         if inputs.dead:
             relay_rows = [0 if index in inputs.dead else batch.rows[index] for index in sampling]
         random, needs = samplings.random_among(relay_rows or rows)
-        place = {index: k for k, index in enumerate(sampling)} if inputs.suppressed else {}
-        pairs = [
-            (place[index], token_id)
-            for index, ids in inputs.suppressed
-            if index in place and index not in inputs.dead
-            for token_id in ids
-            if token_id < vocab_size
-        ]
         all_random = len(random) == len(rows)
         return cls(
             columns=(
                 b"" if all_random else array("i", random).tobytes(),
-                array("i", [at for at, _ in pairs]).tobytes(),
-                array("i", [token_id for _, token_id in pairs]).tobytes(),
                 array("i", relay_rows).tobytes(),
             ),
             all_random=all_random,
@@ -66,20 +54,16 @@ class SampleBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedSample:
-    """Device side, int64: random [n] and suppressed [2, m] as `SampleRequest` has them; relay_rows [S], None for the
-    sampling rows themselves.
-    """
+    """Device side, int64: random [n] as `SampleRequest` has it; relay_rows [S], None for the sampling rows themselves."""
 
     random: torch.Tensor | None
-    suppressed: torch.Tensor | None
     relay_rows: torch.Tensor | None
 
     @classmethod
     def of(cls, block: torch.Tensor, staged: SampleBlock) -> StagedSample:
         """Cut `block`, the columns of `staged` as int32 on the device."""
-        random, at, ids, relay_rows = block.long().split_with_sizes(staged.widths)
+        random, relay_rows = block.long().split_with_sizes(staged.widths)
         return cls(
             random=None if staged.all_random else random,
-            suppressed=torch.stack((at, ids)) if at.numel() else None,
             relay_rows=relay_rows if relay_rows.numel() else None,
         )

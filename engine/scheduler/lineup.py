@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from ..request import Request
-from .schedule_batch import RowStart, ScheduleBatch
+from .schedule_batch import PromptScores, RowStart, ScheduleBatch
 
 
 class Lineup:
@@ -37,8 +37,11 @@ class Lineup:
         members = list(decodes)
         ids = array("i")
         starts: list[RowStart] = []
+        scored: list[PromptScores] = []
         for request, num_tokens, does_sample in self.extends:
             start = request.num_planned
+            if request.next_scored is not None:
+                scored += _scores(request, len(rows), start, start + num_tokens)
             rows.append(request.row)
             prior.append(start)
             num_new.append(num_tokens)
@@ -64,8 +67,19 @@ class Lineup:
             table_columns=table_columns,
             table_pages=table_pages,
             starts=tuple(starts),
+            scored=tuple(scored),
         )
         return batch, members
+
+
+def _scores(request: Request, index: int, start: int, end: int) -> list[PromptScores]:
+    """What is scored by computing positions [start, end) of `request`: each position scores the token after it."""
+    assert request.next_scored is not None
+    first, last = max(start + 1, request.next_scored), min(end, request.num_prompt_tokens - 1)
+    if first > last:
+        return []
+    targets = request.ids[first : last + 1].tobytes()
+    return [PromptScores(index, first - 1 - start, targets, request.params.prompt_logprobs or 0)]
 
 
 def _table_writes(members: list[Request]) -> tuple[bytes, bytes, bytes]:

@@ -154,6 +154,6 @@ class PrefillAdder:
         page_size = self._memory.page_size
         start = request.num_prefilled
         end = start + -(-SHARED_TOKENS // page_size) * page_size
-        if end >= len(request.ids) or not self._memory.tree.enabled:
+        if end > request.longest_prefix or not self._memory.tree.enabled:
             return None
         return request.salt, start, request.ids[start:end].tobytes()

@@ -42,7 +42,7 @@ class RequestMemory:
 
     def attach_prefix(self, request: Request) -> None:
         """Lock the longest cached prefix for `request`, leaving at least its last token to be computed."""
-        match = self.tree.match(request.ids[:-1].tobytes(), request.salt)
+        match = self.tree.match(request.ids[: request.longest_prefix].tobytes(), request.salt)
         self.tree.lock(match.node)
         request.node = match.node
         request.pages = list(match.pages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ..forward_mode import ForwardMode
 
@@ -31,6 +32,17 @@ class RowStart:
     sampling: RowSampling
 
 
+class PromptScores(NamedTuple):
+    """Prompt tokens of one row whose log-probabilities this step computes. `targets`: their ids, packed int32; the
+    first one follows the row's new token number `first`, the others the tokens after that.
+    """
+
+    place: int  # position in `rows`
+    first: int
+    targets: bytes
+    num_top: int  # likeliest ids at each position beside
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBatch:
     """One step. Decode rows come first, extend rows after them; every column has one entry a row.
@@ -52,6 +64,7 @@ class ScheduleBatch:
     table_columns: bytes
     table_pages: bytes
     starts: tuple[RowStart, ...]
+    scored: tuple[PromptScores, ...] = ()
 
     @property
     def mode(self) -> ForwardMode:

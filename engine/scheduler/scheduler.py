@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..config import SchedulePolicy
 from ..errors import MisuseError, Overloaded, RequestError, StepFailed
-from ..outputs import Cancelled, End, Failed, Finished, FinishReason
+from ..outputs import Cancelled, End, Failed, Finished, FinishReason, TokenLogprobs
 from ..request import Request, RequestState
 from ..worker import SampleInputs, StepOutcome, WorkerLimits
 from .deadlines import Deadlines
@@ -22,6 +22,7 @@ from .lineup import Lineup
 from .new_token_ratio import NewTokenRatio
 from .prefill_adder import Admission, PrefillAdder
 from .request_memory import RequestMemory
+from .sample_notes import gather_sample_inputs
 from .schedule_batch import NoBatch, ScheduleBatch
 from .waiting_queue import WaitingQueue
 
@@ -35,6 +36,8 @@ class Update(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     end: End | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first update after the prompt
 
 
 class SchedulerStats(NamedTuple):
@@ -181,14 +184,7 @@ class Scheduler:
 
     def sample_inputs(self, batch: ScheduleBatch) -> SampleInputs:
         """What the sample of `batch` must know; call when every step before it is committed."""
-        dead: list[int] = []
-        suppressed: list[tuple[int, tuple[int, ...]]] = []
-        for index, request in enumerate(self._flights[batch.step]):
-            if request.state is not RequestState.RUNNING:
-                dead.append(index)
-            elif request.params.min_tokens > request.num_outputs and batch.samples[index]:
-                suppressed.append((index, tuple(sorted(request.stop_ids))))
-        return SampleInputs(dead=frozenset(dead), suppressed=tuple(suppressed))
+        return gather_sample_inputs(batch, self._flights[batch.step], vocab_size=self.limits.vocab_size)
 
     def plan(self, in_flight: ScheduleBatch | None) -> ScheduleBatch | NoBatch:
         """Decide the next step. With a step in flight it may be Drain: commit that one, then plan again."""
@@ -304,17 +300,24 @@ class Scheduler:
             token_id = next(token_ids) if samples else None
             if request.state is not RequestState.RUNNING:
                 continue
-            if index in outcome.row_errors:
-                updates.append(self._fail(request, StepFailed(outcome.row_errors[index], step=batch.step)))
+            if index in outcome.row_errors or request.fault is not None:
+                fault = request.fault or StepFailed(outcome.row_errors[index], step=batch.step)
+                updates.append(self._fail(request, fault))
                 continue
+            if index in outcome.prompt_logprobs:
+                request.add_scores(outcome.prompt_logprobs[index])
             if index >= batch.num_decode:
                 request.num_prefilled = batch.num_prior[index] + batch.num_new[index]
                 request.prefill_committed = samples
             if token_id is not None:
-                updates.append(self._append(request, token_id))
+                update = self._append(request, token_id)
+                if request.params.logprobs is not None or request.prompt_logprobs:
+                    logprobs = (outcome.logprobs[index],) if update.token_ids and index in outcome.logprobs else ()
+                    update = update._replace(logprobs=logprobs, prompt_logprobs=request.take_scores())
+                updates.append(update)
             elif request.num_prefilled == request.max_total_tokens:
                 end = self._finish(request, "length", None)
-                updates.append(Update(request, (), "", end))
+                updates.append(Update(request, (), "", end, prompt_logprobs=request.take_scores()))
             if index >= batch.num_decode and not request.has_ended:
                 self.memory.share(request)
         return updates
@@ -330,6 +333,14 @@ class Scheduler:
 
     def _append(self, request: Request, token_id: int) -> Update:
         """Commit one drawn token."""
+        is_over = False
+        if request.rules is not None and token_id not in request.stop_ids:
+            try:
+                is_over = request.rules.accept(token_id)
+            except Exception as error:
+                fault = StepFailed(f"structured output failed: {error}")
+                fault.__cause__ = error
+                return self._fail(request, fault)
         request.ids.append(token_id)
         self._num_output_tokens += 1
         stream = request.text
@@ -342,10 +353,10 @@ class Scheduler:
             text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
             if stop is not None:
                 return Update(request, (token_id,), text, self._finish(request, "stop", stop))
-        if len(request.ids) >= request.max_total_tokens:
+        if is_over or len(request.ids) >= request.max_total_tokens:
             if stream is not None:
                 text += stream.flush()
-            return Update(request, (token_id,), text, self._finish(request, "length", None))
+            return Update(request, (token_id,), text, self._finish(request, "stop" if is_over else "length", None))
         return Update(request, (token_id,), text, None)
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> Finished:

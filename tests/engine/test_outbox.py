@@ -19,11 +19,11 @@ async def test_what_a_consumer_is_late_for_comes_as_one_delta() -> None:
     outbox.push([1], "a")
     outbox.push([2, 3], "")
     outbox.push([4], "bc")
-    assert await outbox.take() == ((1, 2, 3, 4), "abc", None)
+    assert (await outbox.take())[:3] == ((1, 2, 3, 4), "abc", None)
     outbox.push([5], "d")
     outbox.end(FINISHED)
     assert outbox.has_ended
-    assert await outbox.take() == ((5,), "d", FINISHED)
+    assert (await outbox.take())[:3] == ((5,), "d", FINISHED)
 
 
 async def test_a_waiting_consumer_is_woken_by_the_first_token() -> None:
@@ -32,7 +32,7 @@ async def test_a_waiting_consumer_is_woken_by_the_first_token() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     outbox.push([7], "")
-    assert await waiting == ((7,), "", None)
+    assert (await waiting)[:3] == ((7,), "", None)
 
 
 async def test_an_end_without_tokens_is_a_delta_of_its_own() -> None:
@@ -40,7 +40,7 @@ async def test_an_end_without_tokens_is_a_delta_of_its_own() -> None:
     waiting = asyncio.ensure_future(outbox.take())
     await asyncio.sleep(0)
     outbox.end(FINISHED)
-    assert await waiting == ((), "", FINISHED)
+    assert (await waiting)[:3] == ((), "", FINISHED)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ async def test_tokens_come_before_the_error_that_followed_them(end, kind: type[E
     outbox = Outbox()
     outbox.push([1, 2], "ab")
     outbox.end(end)
-    assert await outbox.take() == ((1, 2), "ab", None)
+    assert (await outbox.take())[:3] == ((1, 2), "ab", None)
     with pytest.raises(kind):
         await outbox.take()
 
@@ -68,7 +68,7 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     outbox.push([2], "b")
-    assert await outbox.take() == ((1, 2), "ab", None)
+    assert (await outbox.take())[:3] == ((1, 2), "ab", None)
 
 
 async def test_a_second_consumer_is_refused_and_the_first_goes_on() -> None:

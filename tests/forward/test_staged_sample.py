@@ -1,4 +1,4 @@
-"""What the deferred sample brings from the host: dead rows, suppressed ids, and which rows draw at random."""
+"""What the deferred sample brings from the host: dead rows, and which rows draw at random."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BATCH = ScheduleBatch(
 def stage(inputs, *, kinds, batch=BATCH):
     samplings = RowSamplings()
     samplings.apply(RowStart(row=row, sampling=sampling) for row, sampling in kinds.items())
-    block = SampleBlock.make(batch, inputs, samplings, vocab_size=100)
+    block = SampleBlock.make(batch, inputs, samplings)
     packed = torch.frombuffer(bytearray(b"".join(block.columns)) or bytearray(4), dtype=torch.int32)
     return StagedSample.of(packed[: sum(block.widths)], block), block.needs
 
@@ -42,7 +42,6 @@ def stage(inputs, *, kinds, batch=BATCH):
 def test_a_greedy_batch_with_nothing_to_add_ships_nothing():
     staged, needs = stage(SampleInputs(), kinds={4: GREEDY, 6: GREEDY, 9: GREEDY})
     assert not needs.any_random
-    assert staged.suppressed is None
     assert staged.relay_rows is None
 
 
@@ -61,19 +60,11 @@ def test_if_all_rows_are_random_none_needs_to_be_named():
 
 
 def test_dead_rows_draw_nothing_and_write_to_the_padding_row():
-    inputs = SampleInputs(dead=frozenset({1, 2}), suppressed=((2, (7,)),))
+    inputs = SampleInputs(dead=frozenset({1, 2}))
     staged, needs = stage(inputs, kinds={4: GREEDY, 6: RANDOM, 9: GREEDY})
     assert staged.relay_rows is not None
     assert staged.relay_rows.tolist() == [4, 0, 9]
     assert not needs.any_random
-    assert staged.suppressed is None
-
-
-def test_suppressed_ids_are_pairs_and_ids_beyond_the_vocabulary_are_dropped():
-    inputs = SampleInputs(suppressed=((0, (7, 99)), (1, (5,)), (3, (8, 100))))
-    staged, _ = stage(inputs, kinds={4: GREEDY, 6: GREEDY, 9: GREEDY})
-    assert staged.suppressed is not None
-    assert staged.suppressed.tolist() == [[0, 0, 2], [7, 99, 8]]
 
 
 def test_a_row_that_starts_again_is_sampled_as_it_now_wants():

@@ -1,0 +1,152 @@
+"""What one request does to its logits, in host integers kept up to date with its history.
+
+The device is told sparse changes: ids with a factor and an addend each, ids that are out, a packed mask of those that are
+in. A request that changes nothing has no LogitRules at all. Everything follows from the ids committed so far, so a
+request's changes are the same at any depth, after retraction, and in any company.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .grammar_session import GrammarSession
+from .sampling_params import SamplingParams
+
+
+class LogitEdit(NamedTuple):
+    """Changes of one row, each id once: x becomes (x · factor if x < 0 else x / factor) + addend.
+
+    `place`: position in the batch's rows. The others are packed native int32, fp32, fp32.
+    """
+
+    place: int
+    ids: bytes
+    factors: bytes
+    addends: bytes
+
+
+class LogitRules:
+    """The changes of one request. Owned by the scheduler, like the request itself."""
+
+    __slots__ = (
+        "_addends",
+        "_bans",
+        "_biases",
+        "_counts",
+        "_counts_from",
+        "_factors",
+        "_frequency",
+        "_ids",
+        "_mask",
+        "_places",
+        "_presence",
+        "_repetition",
+        "_seen",
+        "_sequences",
+        "grammar",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        num_prompt_tokens: int,
+        vocab_size: int,
+        bad_sequences: Sequence[tuple[int, ...]] = (),
+        grammar: GrammarSession | None = None,
+    ) -> None:
+        self._repetition = params.repetition_penalty
+        self._frequency = params.frequency_penalty
+        self._presence = params.presence_penalty
+        self._counts_from = num_prompt_tokens
+        self._biases = dict(params.logit_bias)
+        self._counts: dict[int, int] = {}  # of the output
+        self._places: dict[int, int] = {}  # id → its place in the three columns
+        self._ids = array("i", self._biases)
+        self._factors = array("f", [1.0]) * len(self._ids)
+        self._addends = array("f", self._biases.values())
+        self._places.update(zip(self._ids, range(len(self._ids)), strict=True))
+        # Without penalties the history changes nothing, and is not walked.
+        self._seen: int | None = 0 if self._repetition != 1 else num_prompt_tokens
+        if self._repetition == 1 and not self._frequency and not self._presence:
+            self._seen = None
+        self._bans = tuple(ids[0] for ids in bad_sequences if len(ids) == 1)
+        self._sequences = tuple((array("i", ids[:-1]), ids[-1]) for ids in bad_sequences if len(ids) > 1)
+        self._mask = mask_of(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
+        self.grammar = grammar
+
+    def edit(self, index: int, ids: array[int]) -> LogitEdit | None:
+        """Factors and addends after the history `ids`. O(new tokens), and a copy of the columns."""
+        if self._seen is not None:
+            self._catch_up(ids, self._seen)
+            self._seen = len(ids)
+        if not self._ids:
+            return None
+        return LogitEdit(index, self._ids.tobytes(), self._factors.tobytes(), self._addends.tobytes())
+
+    def bans(self, ids: array[int]) -> tuple[int, ...]:
+        """Ids that must not follow the history `ids`."""
+        if not self._sequences:
+            return self._bans
+        found = [last for head, last in self._sequences if len(head) <= len(ids) and ids[-len(head) :] == head]
+        return (*self._bans, *found)
+
+    def mask(self) -> bytes | None:
+        """The packed mask of the ids that may be drawn next, if not all may."""
+        if self.grammar is None:
+            return self._mask
+        filled = self.grammar.fill()
+        return filled if self._mask is None else both(filled, self._mask)
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by a drawn token that is no end id. Returns whether nothing can follow it; raises if it may not come."""
+        if self.grammar is None:
+            return False
+        if not self.grammar.accept(token_id):
+            raise ValueError(f"its grammar does not allow the drawn token {token_id}")
+        return self.grammar.is_over
+
+    def _catch_up(self, ids: array[int], seen: int) -> None:
+        repetition, places = self._repetition, self._places
+        for position in range(seen, len(ids)):
+            token_id = ids[position]
+            place = places.get(token_id)
+            if place is None:
+                place = places[token_id] = len(self._ids)
+                self._ids.append(token_id)
+                self._factors.append(1.0)
+                self._addends.append(0.0)
+            self._factors[place] = repetition
+            if position >= self._counts_from:
+                count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
+                penalty = self._frequency * count + self._presence
+                self._addends[place] = self._biases.get(token_id, 0.0) - penalty
+
+
+def mask_of(ids: Iterable[int], vocab_size: int) -> bytes:
+    """Those ids and no others, as packed native int32: bit i of word w stands for id 32 w + i."""
+    packed = bytearray(-(-vocab_size // 32) * 4)
+    for token_id in ids:
+        packed[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(packed) if sys.byteorder == "little" else _swapped(packed)
+
+
+def both(one: bytes, other: bytes) -> bytes:
+    """The ids that are in both masks."""
+    joint = int.from_bytes(one, "little") & int.from_bytes(other, "little")
+    return joint.to_bytes(len(one), "little")
+
+
+def without(mask: bytes, ids: Iterable[int], vocab_size: int) -> bytes:
+    """The mask without these ids."""
+    out = int.from_bytes(mask_of(ids, vocab_size), "little")
+    return (int.from_bytes(mask, "little") & ~out).to_bytes(len(mask), "little")
+
+
+def _swapped(packed: bytearray) -> bytes:
+    words = array("I", bytes(packed))
+    words.byteswap()
+    return words.tobytes()

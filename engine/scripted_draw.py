@@ -1,0 +1,75 @@
+"""The scripted worker's stand-in for logits: every row has an id it wishes for, and likes the ids after it ever less."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+
+from .logit_rules import LogitEdit
+from .outputs import TokenLogprobs
+from .scheduler.schedule_batch import ScheduleBatch
+from .worker import SampleInputs
+
+
+class ScriptedDraw:
+    """The draws of one step, as the inputs from the host change them."""
+
+    def __init__(self, inputs: SampleInputs, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._suppressed: Mapping[int, tuple[int, ...]] = dict(inputs.suppressed)
+        self._edits: Mapping[int, LogitEdit] = {edit.place: edit for edit in inputs.edits}
+        self._masks = dict(inputs.masks)
+        self._processors = {index: (processors, history) for index, processors, history in inputs.processors}
+        self._logprobs = dict(inputs.logprobs)
+
+    def draw(self, index: int, wished: int, *, obeys_mask: bool = True) -> int:
+        """The id that the row draws. Raises what a processor raises."""
+        if not any(index in changes for changes in (self._suppressed, self._edits, self._masks, self._processors)):
+            return wished
+        scores = self._scores(wished)
+        edit = self._edits.get(index)
+        if edit is not None:
+            columns = (array("i", edit.ids), array("f", edit.factors), array("f", edit.addends))
+            for token_id, factor, addend in zip(*columns, strict=True):
+                x = scores[token_id]
+                scores[token_id] = (x * factor if x < 0 else x / factor) + addend
+        for token_id in self._suppressed.get(index, ()):
+            scores[token_id] = -math.inf
+        if index in self._masks and obeys_mask:
+            allowed = int.from_bytes(self._masks[index], "little")
+            scores = [x if allowed >> token_id & 1 else -math.inf for token_id, x in enumerate(scores)]
+        if index in self._processors:
+            processors, history = self._processors[index]
+            for processor in processors:
+                scores = processor(array("i", history), scores)
+        best = max(scores)
+        if best == -math.inf:
+            raise ValueError("nothing may be drawn")
+        return scores.index(best)
+
+    def logprobs(self, index: int, wished: int, token_id: int) -> TokenLogprobs | None:
+        """Of the drawn id, before all changes; None if the row asks for none."""
+        num_top = self._logprobs.get(index)
+        if num_top is None:
+            return None
+        scores = self._scores(wished)
+        top = [(wished + rank) % self._vocab_size for rank in range(min(num_top, self._vocab_size))]
+        return TokenLogprobs(token_id, math.log(scores[token_id]), tuple(top), tuple(math.log(scores[each]) for each in top))
+
+    def _scores(self, wished: int) -> list[float]:
+        size = self._vocab_size
+        return [((wished - token_id) % size or size) / size for token_id in range(size)]
+
+
+def scripted_prompt_logprobs(batch: ScheduleBatch) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """Of each scored token: a number that depends on it and on its position."""
+    found = {}
+    for score in batch.scored:
+        first = batch.num_prior[score.place] + score.first + 1
+        top_ids = tuple(range(score.num_top))
+        found[score.place] = tuple(
+            TokenLogprobs(token_id, -float(token_id) - position / 1024, top_ids, (0.0,) * score.num_top)
+            for position, token_id in enumerate(array("i", score.targets), first)
+        )
+    return found

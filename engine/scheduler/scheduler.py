@@ -18,15 +18,12 @@ from ..outputs import Cancelled, End, Failed, Finished, FinishReason, TokenLogpr
 from ..request import Request, RequestState
 from ..worker import SampleInputs, StepOutcome, WorkerLimits
 from .deadlines import Deadlines
-from .lineup import Lineup
-from .new_token_ratio import NewTokenRatio
-from .prefill_adder import Admission, PrefillAdder
 from .request_memory import RequestMemory
+from .running_set import RunningSet
 from .sample_notes import gather_sample_inputs
 from .schedule_batch import NoBatch, ScheduleBatch
+from .step_planner import StepPlanner
 from .waiting_queue import WaitingQueue
-
-MAX_DEFERRED = 16  # requests that wait for another's prefix and are passed in one plan
 
 
 class Update(NamedTuple):
@@ -72,22 +69,21 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.memory = RequestMemory(limits, prefix_cache=prefix_cache)
-        self._chunk_tokens = chunked_prefill_size
-        self._input_tokens = max_prefill_tokens
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._waiting = WaitingQueue(schedule_policy, self.memory.tree)
         self._deadlines = Deadlines()
-        self._decoding: list[Request] = []  # running, their next id in the relay
-        self._prefilling: Request | None = None  # running, its prompt in pieces
+        self._running = RunningSet()
+        self._planner = StepPlanner(
+            self.memory,
+            self._waiting,
+            self._running,
+            chunk_tokens=chunked_prefill_size,
+            input_tokens=max_prefill_tokens,
+        )
         self._flights: dict[int, list[Request]] = {}  # requests in row order, by launched step
-        self._ratio = NewTokenRatio()
         self._next_step = 0
         self._num_arrived = 0
-        self._num_drains = 0
-        self._num_retractions = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
         self._num_output_tokens = 0
 
     # ---- arrivals and departures
@@ -137,18 +133,17 @@ class Scheduler:
             request.move(RequestState.FAILED)
             updates.append(Update(request, (), "", Failed(error=error, usage=request.usage)))
         self._waiting.clear()
-        self._decoding.clear()
-        self._prefilling = None
+        self._running.clear()
         return updates
 
     def requests(self) -> Iterator[Request]:
         """Every request that has not ended."""
-        yield from self._running()
+        yield from self._running
         yield from self._waiting
 
     def has_work(self) -> bool:
         """Some request is waiting or running."""
-        return bool(self._waiting or self._decoding or self._prefilling)
+        return bool(self._waiting or self._running)
 
     @property
     def next_step(self) -> int:
@@ -159,24 +154,24 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         pages = self.memory.pages
         return SchedulerStats(
-            num_running=len(self._decoding) + (self._prefilling is not None),
+            num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_pages=pages.num_pages,
             num_free_pages=pages.num_free,
             num_cached_pages=self.memory.tree.num_evictable_pages,
             num_steps=self._next_step,
-            num_drains=self._num_drains,
-            num_retractions=self._num_retractions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
+            num_drains=self._planner.num_drains,
+            num_retractions=self._planner.num_retractions,
+            num_prompt_tokens=self._planner.num_prompt_tokens,
+            num_cached_tokens=self._planner.num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
         )
 
     def check(self) -> None:
         """Prove that every row and page is where it belongs. Raises: MisuseError."""
-        self.memory.check(self._running())
+        self.memory.check(self._running)
         if not self.has_work() and not self._flights:
-            self._ratio.reset()
+            self._planner.ratio.reset()
             if self.memory.rows.num_free != self.memory.rows.num_rows:
                 raise MisuseError("idle, but a row is not home")
 
@@ -188,106 +183,17 @@ class Scheduler:
 
     def plan(self, in_flight: ScheduleBatch | None) -> ScheduleBatch | NoBatch:
         """Decide the next step. With a step in flight it may be Drain: commit that one, then plan again."""
-        lineup = Lineup()
-        if not self._line_up_decodes(lineup, may_retract=in_flight is None):
-            self._num_drains += 1
+        lineup = self._planner.line_up(is_in_flight=in_flight is not None)
+        if lineup is None:
             return NoBatch.DRAIN
-        self._line_up_prefills(lineup)
         if lineup.is_empty:
             return NoBatch.NOTHING
         batch, members = lineup.freeze(self._next_step)
         self._flights[batch.step] = members
         self._next_step += 1
         for request, _, samples in lineup.extends:
-            if samples or request.num_planned == len(request.ids):
-                if request is self._prefilling:
-                    self._prefilling = None
-                self._decoding.append(request)
-            else:
-                self._prefilling = request
+            self._running.advance(request, ends_prefill=samples or request.num_planned == len(request.ids))
         return batch
-
-    def _line_up_decodes(self, lineup: Lineup, *, may_retract: bool) -> bool:
-        """Give every decode row its slot. False if that takes what only the commit of the step in flight can tell."""
-        while True:
-            lineup.decodes.clear()
-            needy = []
-            for request in self._decoding:
-                planned = request.num_planned
-                if planned >= request.max_total_tokens - 1:
-                    continue  # its last token is in flight: an end known beforehand is not planned again
-                if planned >= request.num_slots:
-                    needy.append(request)
-                lineup.decodes.append(request)
-            if not needy or self.memory.secure(len(needy)):
-                for request in needy:
-                    self.memory.grow(request, request.num_planned + 1)
-                if lineup.decodes:
-                    self._ratio.record_decode_step()
-                return True
-            if not may_retract:
-                return False
-            self._retract_for(len(needy))
-
-    def _line_up_prefills(self, lineup: Lineup) -> None:
-        if self._prefilling is None and (not self._waiting or not self.memory.rows.num_free):
-            return
-        adder = PrefillAdder(
-            self.memory,
-            lineup,
-            running=self._running(),
-            ratio=self._ratio.value,
-            chunk_tokens=self._chunk_tokens,
-            input_tokens=self._input_tokens,
-        )
-        if self._prefilling is not None:
-            adder.continue_chunk(self._prefilling)
-            if not lineup.extends or not _ends_prefill(self._prefilling, lineup.extends[-1][1]):
-                return
-        num_rows = self.memory.rows.num_free
-        for request in self._waiting.first(num_rows + MAX_DEFERRED):
-            if not self.memory.rows.num_free:
-                break
-            is_alone = lineup.is_empty and not self._decoding
-            admission = adder.admit(request, may_exceed=is_alone)
-            if admission is Admission.PREFIX_COMING:
-                continue
-            if admission is not Admission.ADMITTED:
-                break
-            self._waiting.admit(request)
-            request.move(RequestState.RUNNING)
-            if request.num_retractions == 0:
-                self._num_prompt_tokens += request.num_prompt_tokens
-                self._num_cached_tokens += request.num_cached_tokens
-            if not lineup.extends or lineup.extends[-1][0] is not request:
-                self._prefilling = request  # seated, but its pages are still on their way home
-                break
-            if not _ends_prefill(request, lineup.extends[-1][1]):
-                break
-
-    def _retract_for(self, num_needed_pages: int) -> None:
-        """With nothing in flight, send requests back to the queue until the others can go on; one stays."""
-        running = list(self._running())
-        victims = sorted(
-            running, key=lambda request: (request.priority, request.num_outputs, -request.num_prompt_tokens)
-        )
-        while len(victims) > 1 and self.memory.num_available_pages < num_needed_pages:
-            victim = victims.pop(0)
-            needs_page = victim.decoding and victim.num_planned >= victim.num_slots
-            self._forget(victim)
-            victim.move(RequestState.WAITING)
-            victim.num_retractions += 1
-            self.memory.release(victim, keep=True)
-            self._waiting.add(victim)
-            self._num_retractions += 1
-            num_needed_pages -= needs_page
-        if self.memory.num_available_pages < num_needed_pages:
-            raise MisuseError(f"{victims[0]!r} alone does not fit in {self.limits.num_pages} pages")
-        self._ratio.record_retraction(
-            num_outputs=sum(request.num_outputs for request in victims),
-            num_allowed=sum(request.max_total_tokens - request.num_prompt_tokens for request in victims),
-            num_requests=len(victims),
-        )
 
     # ---- after a step
 
@@ -373,24 +279,9 @@ class Scheduler:
     def _end(self, request: Request, state: RequestState, *, keep: bool) -> None:
         was_running = request.state is RequestState.RUNNING
         if was_running:
-            self._forget(request)
+            self._running.remove(request)
         else:
             self._waiting.remove(request)
         request.move(state)
         if was_running:
             self.memory.release(request, keep=keep)
-
-    def _running(self) -> Iterator[Request]:
-        yield from self._decoding
-        if self._prefilling is not None:
-            yield self._prefilling
-
-    def _forget(self, request: Request) -> None:
-        if request is self._prefilling:
-            self._prefilling = None
-        else:
-            self._decoding.remove(request)
-
-
-def _ends_prefill(request: Request, num_new: int) -> bool:
-    return request.num_planned + num_new == len(request.ids)

@@ -276,7 +276,7 @@ async def test_with_too_few_pages_requests_are_retracted_and_resumed_without_a_t
     params = SamplingParams(max_tokens=90, temperature=0.0)
     short = [PROMPTS[5], PROMPTS[0], PROMPTS[4], PROMPTS[3], [9, 8, 7], [200, 100]]
     async with engine(folder, max_total_tokens=300, page_size=4) as running:
-        running._scheduler._ratio = ExpectsNothing()
+        running._scheduler._planner.ratio = ExpectsNothing()
         answers = await asyncio.gather(*(running.complete(ids, params) for ids in short))
         retractions = running.stats.num_retractions
     assert [list(answer.token_ids) for answer in answers] == [greedy(ids, 90) for ids in short]
@@ -287,7 +287,7 @@ async def test_in_row_invariant_mode_both_depths_draw_the_same_tokens_under_pres
     async def texts(overlap):
         made = engine(folder, overlap=overlap, row_invariant=True, max_total_tokens=112, page_size=4)
         async with made as running:
-            running._scheduler._ratio = ExpectsNothing()
+            running._scheduler._planner.ratio = ExpectsNothing()
             answers = await asyncio.gather(*(
                 running.complete(PROMPTS[k], SamplingParams(
                     max_tokens=30, temperature=0.0 if k == 3 else 1.2, top_p=0.95, seed=k))

@@ -218,7 +218,7 @@ def test_more_waiting_tokens_than_the_limit_are_refused(hand) -> None:
 
 def test_waiting_tokens_are_counted_over_aborts_and_retractions(hand) -> None:
     h = hand(num_pages=8, max_queued_tokens=1000)
-    h.scheduler._ratio.value = 0.0
+    h.scheduler._planner.ratio.value = 0.0
     requests = [h.add([number] * 7, 20) for number in range(3)]
     while not h.scheduler.stats.num_retractions:
         h.step()
@@ -256,6 +256,6 @@ class TestNewTokenRatio:
         h.add([1], 5)
         h.step()
         h.step()
-        assert h.scheduler._ratio.value < INITIAL
+        assert h.scheduler._planner.ratio.value < INITIAL
         h.run()
-        assert h.scheduler._ratio.value == INITIAL
+        assert h.scheduler._planner.ratio.value == INITIAL

@@ -190,7 +190,7 @@ def test_every_policy_serves_everybody(hand, policy) -> None:
 
 def test_the_lowest_priority_is_sent_back_first(hand) -> None:
     h = hand(num_pages=6, prefix_cache=False)
-    h.scheduler._ratio.value = 0.0
+    h.scheduler._planner.ratio.value = 0.0
     low, high = h.add([1] * 3, 18), h.add([2] * 3, 18)
     low.priority, high.priority = -1, 1
     while not h.scheduler.stats.num_retractions:
@@ -306,7 +306,7 @@ class TestDeadlines:
 
     def test_one_that_was_sent_back_is_finished_with_what_it_has(self, hand) -> None:
         h = hand(num_pages=8, prefix_cache=False)
-        h.scheduler._ratio.value = 0.0
+        h.scheduler._planner.ratio.value = 0.0
         requests = [self.add(h, 10.0), self.add(h, 10.0)]
         while not h.scheduler.stats.num_retractions:
             h.step()

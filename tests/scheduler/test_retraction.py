@@ -27,7 +27,7 @@ class ExpectsNothing:
 
 
 def no_ratio(h) -> None:
-    h.scheduler._ratio = ExpectsNothing()
+    h.scheduler._planner.ratio = ExpectsNothing()
 
 
 def test_a_step_in_flight_is_drained_before_anybody_is_sent_back(hand) -> None:
@@ -126,8 +126,8 @@ def test_a_retraction_teaches_how_much_output_to_expect(hand) -> None:
         h.add([number] * 7, 20)
     while not h.scheduler.stats.num_retractions:
         h.step()
-    staying = list(h.scheduler._running())
-    sums = h.scheduler._ratio.sums
+    staying = list(h.scheduler._running)
+    sums = h.scheduler._planner.ratio.sums
     assert sums["num_requests"] == len(staying)
     assert sums["num_allowed"] == 20 * len(staying)
     assert 0 < sums["num_outputs"] <= sum(request.num_outputs for request in staying)

@@ -49,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             schedule_policy=policy,
         )
-        self.scheduler._ratio.value = ratio
+        self.scheduler._planner.ratio.value = ratio
         self.patches = patch.object(prefill_adder, "SHARED_TOKENS", 4)
         self.patches.start()
         self.builder = RequestBuilder(self.limits, None)

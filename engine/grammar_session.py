@@ -33,7 +33,8 @@ class GrammarSpec:
             raise RequestError(f"the source of a {self.kind} does not fit", param="structured_output")
         if len(self.source) > MAX_SOURCE_CHARS:
             raise RequestError(
-                f"a {self.kind} may have {MAX_SOURCE_CHARS} characters, not {len(self.source)}", param="structured_output"
+                f"a {self.kind} may have {MAX_SOURCE_CHARS} characters, not {len(self.source)}",
+                param="structured_output",
             )
 
 

@@ -17,22 +17,23 @@ from .sampling_params import SamplingParams
 
 
 class LogitEdit(NamedTuple):
-    """Changes of one row, each id once: x becomes (x · factor if x < 0 else x / factor) + addend.
+    """Changes of one row, each id once: x + bias is divided by the factor, or multiplied if negative, and then what is
+    to be taken off is subtracted.
 
-    `place`: position in the batch's rows. The others are packed native int32, fp32, fp32.
+    `place`: position in the batch's rows. The others are packed native int32 and three times fp32.
     """
 
     place: int
     ids: bytes
+    biases: bytes
     factors: bytes
-    addends: bytes
+    takes: bytes
 
 
 class LogitRules:
     """The changes of one request. Owned by the scheduler, like the request itself."""
 
     __slots__ = (
-        "_addends",
         "_bans",
         "_biases",
         "_counts",
@@ -46,6 +47,7 @@ class LogitRules:
         "_repetition",
         "_seen",
         "_sequences",
+        "_takes",
         "grammar",
     )
 
@@ -62,12 +64,13 @@ class LogitRules:
         self._frequency = params.frequency_penalty
         self._presence = params.presence_penalty
         self._counts_from = num_prompt_tokens
-        self._biases = dict(params.logit_bias)
+        biases = dict(params.logit_bias)
         self._counts: dict[int, int] = {}  # of the output
-        self._places: dict[int, int] = {}  # id → its place in the three columns
-        self._ids = array("i", self._biases)
+        self._places: dict[int, int] = {}  # id → its place in the columns
+        self._ids = array("i", biases)
+        self._biases = array("f", biases.values())
         self._factors = array("f", [1.0]) * len(self._ids)
-        self._addends = array("f", self._biases.values())
+        self._takes = array("f", [0.0]) * len(self._ids)
         self._places.update(zip(self._ids, range(len(self._ids)), strict=True))
         # Without penalties the history changes nothing, and is not walked.
         self._seen: int | None = 0 if self._repetition != 1 else num_prompt_tokens
@@ -79,13 +82,13 @@ class LogitRules:
         self.grammar = grammar
 
     def edit(self, index: int, ids: array[int]) -> LogitEdit | None:
-        """Factors and addends after the history `ids`. O(new tokens), and a copy of the columns."""
+        """The sparse changes after the history `ids`. O(new tokens), and a copy of the columns."""
         if self._seen is not None:
             self._catch_up(ids, self._seen)
             self._seen = len(ids)
         if not self._ids:
             return None
-        return LogitEdit(index, self._ids.tobytes(), self._factors.tobytes(), self._addends.tobytes())
+        return LogitEdit(index, *(x.tobytes() for x in (self._ids, self._biases, self._factors, self._takes)))
 
     def bans(self, ids: array[int]) -> tuple[int, ...]:
         """Ids that must not follow the history `ids`."""
@@ -117,13 +120,13 @@ class LogitRules:
             if place is None:
                 place = places[token_id] = len(self._ids)
                 self._ids.append(token_id)
+                self._biases.append(0.0)
                 self._factors.append(1.0)
-                self._addends.append(0.0)
+                self._takes.append(0.0)
             self._factors[place] = repetition
             if position >= self._counts_from:
                 count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
-                penalty = self._frequency * count + self._presence
-                self._addends[place] = self._biases.get(token_id, 0.0) - penalty
+                self._takes[place] = self._frequency * count + self._presence
 
 
 def mask_of(ids: Iterable[int], vocab_size: int) -> bytes:

@@ -27,9 +27,9 @@ class SamplingParams:
     `min_p` 0 are off. Without a `seed` the request draws from a fresh one. Until `min_tokens` are out, neither the
     model's end ids nor `stop_token_ids` can be drawn and stop strings are not looked for.
 
-    What changes the logits, in this order: `repetition_penalty` (over prompt and output) divides positive logits and
+    What changes the logits, in this order: `logit_bias` is added; `repetition_penalty` (over prompt and output) divides positive logits and
     multiplies negative ones; `frequency_penalty` a token's count and `presence_penalty` once are subtracted for what is
-    in the output; `logit_bias` adds; `bad_words`, `bad_words_ids` (sequences whose last token must not complete them)
+    in the output; `bad_words`, `bad_words_ids` (sequences whose last token must not complete them)
     and everything outside `allowed_token_ids` or against the grammar of `structured_output` is ruled out; then `logits_processors` in turn.
 
     `logprobs` k gives each token's log-probability and the k likeliest tokens', of the model's own logits: before all
@@ -128,7 +128,8 @@ class SamplingParams:
             _integer("allowed_token_ids", token_id, low=0)
         if self.structured_output is not None and not isinstance(self.structured_output, GrammarSpec):
             raise RequestError(
-                f"structured_output must be a GrammarSpec, not {shown(self.structured_output)}", param="structured_output"
+                f"structured_output must be a GrammarSpec, not {shown(self.structured_output)}",
+                param="structured_output",
             )
         for processor in self.logits_processors:
             if not callable(processor):

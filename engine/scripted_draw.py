@@ -30,10 +30,10 @@ class ScriptedDraw:
         scores = self._scores(wished)
         edit = self._edits.get(index)
         if edit is not None:
-            columns = (array("i", edit.ids), array("f", edit.factors), array("f", edit.addends))
-            for token_id, factor, addend in zip(*columns, strict=True):
-                x = scores[token_id]
-                scores[token_id] = (x * factor if x < 0 else x / factor) + addend
+            columns = (array("i", edit.ids), *(array("f", column) for column in edit[2:]))
+            for token_id, bias, factor, take in zip(*columns, strict=True):
+                x = scores[token_id] + bias
+                scores[token_id] = (x * factor if x < 0 else x / factor) - take
         for token_id in self._suppressed.get(index, ()):
             scores[token_id] = -math.inf
         if index in self._masks and obeys_mask:
@@ -55,7 +55,9 @@ class ScriptedDraw:
             return None
         scores = self._scores(wished)
         top = [(wished + rank) % self._vocab_size for rank in range(min(num_top, self._vocab_size))]
-        return TokenLogprobs(token_id, math.log(scores[token_id]), tuple(top), tuple(math.log(scores[each]) for each in top))
+        return TokenLogprobs(
+            token_id, math.log(scores[token_id]), tuple(top), tuple(math.log(scores[each]) for each in top)
+        )
 
     def _scores(self, wished: int) -> list[float]:
         size = self._vocab_size

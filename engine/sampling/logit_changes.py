@@ -35,7 +35,7 @@ class ProcessedRow:
 class LogitChanges:
     """Changes of the rows that sample, as int32 columns.
 
-    Shapes: edit_rows, edit_ids, factors, addends [n], the last two fp32 bits; each (row, id) once. out_rows, out_ids [m]:
+    Shapes: edit_rows, edit_ids, biases, factors, takes [n], the last three fp32 bits; each (row, id) once. out_rows, out_ids [m]:
     ruled out. mask_rows [r], masks [r, words]: the ids that may be drawn. Made on the host by `packed`, there one block.
     """
 
@@ -50,13 +50,12 @@ class LogitChanges:
             return None
         place = {index: k for k, index in enumerate(sampling) if index not in inputs.dead}
         rows = array("i")
-        ids, factors, addends = bytearray(), bytearray(), bytearray()
+        edits = [bytearray(), bytearray(), bytearray(), bytearray()]
         for edit in inputs.edits:
             if edit.place in place:
                 rows.extend(array("i", [place[edit.place]]) * (len(edit.ids) // 4))
-                ids += edit.ids
-                factors += edit.factors
-                addends += edit.addends
+                for column, more in zip(edits, edit[1:], strict=True):
+                    column += more
         out = [
             (place[index], token_id)
             for index, tokens in inputs.suppressed
@@ -67,9 +66,7 @@ class LogitChanges:
         masks = [(place[index], mask) for index, mask in inputs.masks if index in place]
         columns = (
             rows.tobytes(),
-            bytes(ids),
-            bytes(factors),
-            bytes(addends),
+            *map(bytes, edits),
             array("i", [at for at, _ in out]).tobytes(),
             array("i", [token_id for _, token_id in out]).tobytes(),
             array("i", [at for at, _ in masks]).tobytes(),
@@ -87,17 +84,17 @@ class LogitChanges:
 
         Returns why rows failed, by position in the batch's rows: a caller's own code may raise.
         """
-        edit_rows, edit_ids, factors, addends, out_rows, out_ids, mask_rows, masks = block.split_with_sizes(self.widths)
+        edit_rows, edit_ids, *floats, out_rows, out_ids, mask_rows, masks = block.split_with_sizes(self.widths)
         if self.widths[0]:
             at = (edit_rows.long(), edit_ids.long())
-            x = logits[at].float()
-            factors = factors.view(torch.float32)
-            x = torch.where(x < 0, x * factors, x / factors) + addends.view(torch.float32)
+            biases, factors, takes = (column.view(torch.float32) for column in floats)
+            x = logits[at].float() + biases
+            x = torch.where(x < 0, x * factors, x / factors) - takes
             logits.index_put_(at, x.to(logits.dtype))
-        if self.widths[4]:
+        if self.widths[5]:
             forbidden = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
             logits.index_put_((out_rows.long(), out_ids.long()), forbidden)
-        if self.widths[6]:
+        if self.widths[7]:
             at_rows = mask_rows.long()
             allowed = unpacked(masks.view(len(at_rows), -1), logits.shape[1])
             logits.index_copy_(0, at_rows, logits.index_select(0, at_rows).masked_fill_(~allowed, float("-inf")))

@@ -22,7 +22,7 @@ class Admission(Enum):
     """What became of a waiting request."""
 
     ADMITTED = "admitted"
-    NO_MEMORY = "no memory"  # its pages would not last: nobody behind it is tried
+    NO_MEMORY = "no memory"  # its pages would not last
     NO_BUDGET = "no budget"  # this step computes enough tokens already
     PREFIX_COMING = "prefix coming"  # another one computes the same prefix now: soon it is in the cache
 
@@ -31,6 +31,12 @@ def expected_outputs(request: Request, ratio: float) -> int:
     """Output tokens that `request` is still expected to produce."""
     left = min(request.max_total_tokens - len(request.ids), CLIPPED_OUTPUT_TOKENS)
     return left if request.params.ignore_eos else int(left * ratio)
+
+
+def pages_wanted(memory: RequestMemory, request: Request, num_outputs: int) -> int:
+    """Pages beyond its prefix that a waiting request takes for what it has, the next token and `num_outputs` more."""
+    num_positions = min(len(request.ids) + 1 + num_outputs, request.max_total_tokens)
+    return memory.pages_for(num_positions) - len(request.pages)
 
 
 class PrefillAdder:
@@ -55,12 +61,24 @@ class PrefillAdder:
         self._input_tokens = max(input_tokens - num_decode, memory.page_size)
         self._running = running
         self._reserved_pages: int | None = None  # summed on first need: most steps admit nobody
+        self._drain_steps = 0
         # What running requests compute next of their prompts, as _coming_part names it.
         self._coming: set[tuple[str | None, int, bytes]] = set()
 
     @property
     def has_budget(self) -> bool:
         return self._chunk_tokens > 0 and self._input_tokens > 0
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether anybody at all could still be admitted beside those that run."""
+        return self._reserved() < self._memory.num_available_pages
+
+    @property
+    def drain_steps(self) -> int:
+        """Steps until the last of those that run is expected to be through."""
+        self._reserved()
+        return self._drain_steps
 
     def continue_chunk(self, request: Request) -> None:
         """Take the next piece of the prompt that is under way. It always moves while a page of room is left."""
@@ -79,8 +97,8 @@ class PrefillAdder:
         if coming in self._coming:
             memory.detach_prefix(request)
             return Admission.PREFIX_COMING
-        num_pages = self._pages_wanted(request, expected_outputs(request, self._ratio))
-        num_needed = self._pages_wanted(request, 0) if may_exceed else num_pages + reserved
+        num_pages = pages_wanted(memory, request, expected_outputs(request, self._ratio))
+        num_needed = pages_wanted(memory, request, 0) if may_exceed else num_pages + reserved
         if num_needed > memory.num_available_pages:
             memory.detach_prefix(request)
             return Admission.NO_MEMORY
@@ -97,11 +115,6 @@ class PrefillAdder:
             self._coming.add(coming)
         self._take(request, budget)
         return Admission.ADMITTED
-
-    def _pages_wanted(self, request: Request, num_outputs: int) -> int:
-        """Pages beyond its prefix that a waiting request takes for what it has, the next token and `num_outputs` more."""
-        num_positions = min(len(request.ids) + 1 + num_outputs, request.max_total_tokens)
-        return self._memory.pages_for(num_positions) - len(request.pages)
 
     def _take(self, request: Request, budget: int) -> None:
         num_left = len(request.ids) - request.num_planned
@@ -137,6 +150,8 @@ class PrefillAdder:
                     left = CLIPPED_OUTPUT_TOKENS
                 if not request.params.ignore_eos:
                     left = int(left * ratio)
+                if left > self._drain_steps:
+                    self._drain_steps = left
                 num_pages = -(-(num_ids + left) // page_size) - len(request.pages)
                 if num_pages > 0:
                     self._reserved_pages += num_pages

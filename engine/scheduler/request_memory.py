@@ -15,6 +15,24 @@ from ..request import Request
 from ..worker import WorkerLimits
 
 
+class FreedPages:
+    """How many pages would be free, or evictable, without certain requests: their own, and what they alone have locked."""
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self._locks: dict[int, int] = {}  # of the requests added so far, by the node's serial
+
+    def add(self, request: Request) -> None:
+        """Count `request`, which holds pages. O(depth of its prefix in the tree)."""
+        self.num_pages += len(request.pages) - request.node_pages
+        node = request.node
+        while node is not None:
+            locks = self._locks[node.serial] = self._locks.get(node.serial, 0) + 1
+            if locks == node.lock_count:
+                self.num_pages += len(node.pages)
+            node = node.parent
+
+
 class RequestMemory:
     """Rows and pages of one engine."""
 

@@ -52,9 +52,7 @@ def gather_sample_inputs(batch: ScheduleBatch, members: Sequence[Request], *, vo
     )
 
 
-def _note_rules(
-    notes: _Notes, index: int, request: Request, rules: LogitRules, *, step: int, vocab_size: int
-) -> None:
+def _note_rules(notes: _Notes, index: int, request: Request, rules: LogitRules, *, step: int, vocab_size: int) -> None:
     try:
         edit = rules.edit(index, request.ids)
         banned = rules.bans(request.ids)

@@ -66,6 +66,7 @@ class Scheduler:
         prefix_cache: bool,
         max_queued_tokens: int | None = None,
         schedule_policy: SchedulePolicy = "fcfs",
+        priority_preemption: bool = False,
     ) -> None:
         self.limits = limits
         self.memory = RequestMemory(limits, prefix_cache=prefix_cache)
@@ -80,6 +81,7 @@ class Scheduler:
             self._running,
             chunk_tokens=chunked_prefill_size,
             input_tokens=max_prefill_tokens,
+            preempts=priority_preemption,
         )
         self._flights: dict[int, list[Request]] = {}  # requests in row order, by launched step
         self._next_step = 0
@@ -98,6 +100,7 @@ class Scheduler:
             raise Overloaded(f"{self._waiting.num_tokens} tokens are waiting already; try again later")
         request.arrival = self._num_arrived
         self._num_arrived += 1
+        request.arrival_step = self._next_step
         self._waiting.add(request)
         self._deadlines.add(request)
 
@@ -183,7 +186,7 @@ class Scheduler:
 
     def plan(self, in_flight: ScheduleBatch | None) -> ScheduleBatch | NoBatch:
         """Decide the next step. With a step in flight it may be Drain: commit that one, then plan again."""
-        lineup = self._planner.line_up(is_in_flight=in_flight is not None)
+        lineup = self._planner.line_up(self._next_step, is_in_flight=in_flight is not None)
         if lineup is None:
             return NoBatch.DRAIN
         if lineup.is_empty:

@@ -8,12 +8,15 @@ from ..errors import MisuseError
 from ..request import Request, RequestState
 from .lineup import Lineup
 from .new_token_ratio import NewTokenRatio
+from .preemption import victims_for
 from .prefill_adder import Admission, PrefillAdder
 from .request_memory import RequestMemory
 from .running_set import RunningSet
 from .waiting_queue import WaitingQueue
 
 MAX_DEFERRED = 16  # requests that wait for another's prefix and are passed in one plan
+MAX_REFUSED = 16  # requests that lack memory and are passed by smaller ones in one plan
+MAX_AGE_DRAINS = 2  # so many times the drain time of those that run: nobody passes a request that is older
 
 
 class StepPlanner:
@@ -30,26 +33,41 @@ class StepPlanner:
         *,
         chunk_tokens: int,
         input_tokens: int,
+        preempts: bool,
     ) -> None:
         self._memory = memory
         self._waiting = waiting
         self._running = running
         self._chunk_tokens = chunk_tokens
         self._input_tokens = input_tokens
+        self._preempts = preempts
         self.ratio = NewTokenRatio()
         self.num_drains = 0  # times a plan had to wait for the step in flight
         self.num_retractions = 0
         self.num_prompt_tokens = 0  # admitted, cached or not
         self.num_cached_tokens = 0  # of those, found in the prefix cache
 
-    def line_up(self, *, is_in_flight: bool) -> Lineup | None:
-        """The rows of the next step, none if nothing can run now. None: commit the step in flight, then ask again."""
+    def line_up(self, step: int, *, is_in_flight: bool) -> Lineup | None:
+        """The rows of `step`, none if nothing can run now. None: commit the step in flight, then ask again."""
         lineup = Lineup()
-        if not self._line_up_decodes(lineup, may_retract=not is_in_flight):
+        may_retract = not is_in_flight
+        if not self._preempt(may_retract=may_retract) or not self._line_up_decodes(lineup, may_retract=may_retract):
             self.num_drains += 1
             return None
-        self._line_up_prefills(lineup)
+        self._line_up_prefills(lineup, step)
         return lineup
+
+    def _preempt(self, *, may_retract: bool) -> bool:
+        """Make room for the first of the queue at the cost of lower priorities. False as `_line_up_decodes`."""
+        if not self._preempts or not self._waiting:
+            return True
+        (head,) = self._waiting.first(1)
+        victims = victims_for(head, self._running, self._memory, ratio=self.ratio.value)
+        if victims and not may_retract:
+            return False
+        for victim in victims:
+            self._send_back(victim)
+        return True
 
     def _line_up_decodes(self, lineup: Lineup, *, may_retract: bool) -> bool:
         """Give every decode row its slot. False if that takes what only the commit of the step in flight can tell."""
@@ -73,7 +91,7 @@ class StepPlanner:
                 return False
             self._retract_for(len(needy))
 
-    def _line_up_prefills(self, lineup: Lineup) -> None:
+    def _line_up_prefills(self, lineup: Lineup, step: int) -> None:
         memory, prefilling = self._memory, self._running.prefilling
         if prefilling is None and (not self._waiting or not memory.rows.num_free):
             return
@@ -89,12 +107,19 @@ class StepPlanner:
             adder.continue_chunk(prefilling)
             if not lineup.extends or not _ends_prefill(prefilling, lineup.extends[-1][1]):
                 return
-        for request in self._waiting.first(memory.rows.num_free + MAX_DEFERRED):
+        num_refused = 0
+        for request in self._waiting.first(memory.rows.num_free + MAX_DEFERRED + MAX_REFUSED):
             if not memory.rows.num_free:
                 break
             is_alone = lineup.is_empty and not self._running.decoding
             admission = adder.admit(request, may_exceed=is_alone)
             if admission is Admission.PREFIX_COMING:
+                continue
+            if admission is Admission.NO_MEMORY:
+                num_refused += 1
+                is_overdue = step - request.arrival_step > MAX_AGE_DRAINS * adder.drain_steps
+                if is_overdue or num_refused > MAX_REFUSED or not adder.has_memory:
+                    break
                 continue
             if admission is not Admission.ADMITTED:
                 break

@@ -26,8 +26,9 @@ def rules(num_prompt_tokens=3, bad=(), **params):
 
 
 def changes(edit):
-    columns = (array("i", edit.ids), array("f", edit.factors), array("f", edit.addends))
-    return {token: (factor, round(addend, 5)) for token, factor, addend in zip(*columns, strict=True)}
+    """By id: what is added, divided by, and taken off."""
+    columns = (array("i", edit.ids), *(array("f", column) for column in edit[2:]))
+    return {token: tuple(round(value, 5) for value in values) for token, *values in zip(*columns, strict=True)}
 
 
 # ---- the changes themselves
@@ -35,9 +36,9 @@ def changes(edit):
 
 def test_repetition_counts_prompt_and_output_and_the_other_penalties_only_the_output():
     made = rules(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25)
-    assert changes(made.edit(0, array("i", [4, 5, 4]))) == {4: (1.5, 0), 5: (1.5, 0)}
+    assert changes(made.edit(0, array("i", [4, 5, 4]))) == {4: (0, 1.5, 0), 5: (0, 1.5, 0)}
     after = changes(made.edit(0, array("i", [4, 5, 4, 5, 7, 7])))
-    assert after == {4: (1.5, 0), 5: (1.5, -0.75), 7: (1.5, -1.25)}
+    assert after == {4: (0, 1.5, 0), 5: (0, 1.5, 0.75), 7: (0, 1.5, 1.25)}
 
 
 def test_a_history_that_grows_step_by_step_gives_what_the_whole_gives_at_once():
@@ -47,13 +48,13 @@ def test_a_history_that_grows_step_by_step_gives_what_the_whole_gives_at_once():
     for length in range(3, len(history) + 1):
         last = stepwise.edit(0, history[:length])
     assert changes(last) == changes(rules(**how).edit(0, history))
-    assert changes(last)[12] == (1.0, -1.0)
-    assert changes(last)[9][1] == pytest.approx(2 - 0.6 + 0.4)
+    assert changes(last)[12] == (-1, 1, 0)
+    assert changes(last)[9] == (2, 1.2, pytest.approx(0.6 - 0.4))
 
 
 def test_without_a_penalty_the_history_changes_nothing():
     made = rules(logit_bias={2: 1.0})
-    assert changes(made.edit(0, array("i", [2, 2, 2, 2]))) == {2: (1.0, 1.0)}
+    assert changes(made.edit(0, array("i", [2, 2, 2, 2]))) == {2: (1, 1, 0)}
     assert rules(bad=[(1,)]).edit(0, array("i", [1, 2, 3])) is None
 
 

@@ -44,6 +44,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "arrival_step",
         "deadline",
         "decoding",
         "fault",
@@ -114,6 +115,7 @@ class Request:
         self.priority = priority  # a higher one goes first, where the policy asks for it
         self.deadline = deadline  # when its time is over, on the step loop's clock
         self.arrival = 0  # order of arrival, set by the scheduler; kept over retractions
+        self.arrival_step = 0  # steps planned before it came: its age is counted in steps
         self.state = RequestState.WAITING
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
         self.num_retractions = 0

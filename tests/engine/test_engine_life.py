@@ -356,7 +356,7 @@ async def test_a_broken_law_of_ownership_kills_the_engine(scripted, recorder) ->
 async def test_work_that_cannot_run_kills_the_engine_instead_of_spinning(scripted, recorder) -> None:
     engine = scripted(num_pages=512)
     await engine.start()
-    engine._scheduler._planner._line_up_prefills = lambda lineup: None
+    engine._scheduler._planner._line_up_prefills = lambda lineup, step: None
     await die(engine, recorder)
     assert "nothing can run" in str(engine.death)
     assert "num_waiting" in str(engine.death)

@@ -9,6 +9,7 @@ from slipstream.engine.request import RequestState
 from slipstream.engine.scheduler.new_token_ratio import INITIAL, LOWEST, STEPS_TO_LOWEST, NewTokenRatio
 from slipstream.engine.scheduler.prefill_adder import CLIPPED_OUTPUT_TOKENS
 from slipstream.engine.scheduler.schedule_batch import NoBatch
+from slipstream.engine.scheduler.step_planner import MAX_REFUSED
 
 
 def test_whole_prompts_share_a_step_up_to_the_input_budget(hand) -> None:
@@ -114,11 +115,57 @@ def test_what_running_requests_are_expected_to_need_is_kept_for_them(hand) -> No
     second = h.add([2] * 8, 30)
     h.step()
     assert second.state is RequestState.WAITING
-    small = h.add([3] * 2, 2)
-    h.step()
-    assert small.state is RequestState.WAITING, "nobody passes the head of the queue"
     h.run()
     assert h.scheduler.stats.num_retractions == 0
+
+
+def test_small_requests_pass_a_head_without_memory_until_it_is_too_old(hand) -> None:
+    """22 outputs are expected of the only one that runs: after twice as many steps nobody passes any more."""
+    h = hand(num_pages=16)
+    running = h.add([1] * 8, 40, ignore_eos=False)
+    h.step()
+    head = h.add([2] * 8, 30)
+    arrived = h.scheduler.next_step
+    passed = []
+    while head.state is RequestState.WAITING:
+        small = h.add([3, len(passed)], 2)
+        h.step()
+        passed.append(small.state is not RequestState.WAITING)
+        if running.has_ended:
+            running = h.add([1] * 8, 40)  # never left alone
+    assert passed[0]
+    assert not passed[-1], "at last nobody passes it"
+    assert passed == sorted(passed, reverse=True)
+    assert passed.index(False) <= 2 * 40 + 1
+    assert head.arrival_step == arrived
+    h.run()
+
+
+def test_where_nobody_would_fit_nobody_is_tried(hand) -> None:
+    h = hand(num_pages=16, page_size=4)
+    h.add([1] * 8, 56, ignore_eos=True)
+    h.step()
+    for number in range(5):
+        h.add([number] * 8, 8)
+    tries = []
+    real = h.memory.attach_prefix
+    h.memory.attach_prefix = lambda request: (tries.append(request), real(request))
+    h.step()
+    assert len(tries) == 1
+
+
+def test_so_many_are_tried_behind_a_head_without_memory_and_no_more(hand) -> None:
+    h = hand(num_pages=64, num_rows=64)
+    h.add([1] * 8, 100, ignore_eos=True)
+    h.step()
+    waiting = [h.add([number] * 8, 160) for number in range(2, 40)]
+    tries = []
+    real = h.memory.attach_prefix
+    h.memory.attach_prefix = lambda request: (tries.append(request), real(request))
+    h.step()
+    refused = [request for request in tries if request.state is RequestState.WAITING]
+    assert len(refused) == MAX_REFUSED + 1
+    assert waiting[-1] not in tries
 
 
 def test_the_expectations_of_the_first_to_be_admitted_count_for_those_behind_it(hand) -> None:

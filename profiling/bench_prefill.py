@@ -24,9 +24,10 @@ from ..engine.forward.eager_runner import EagerRunner
 from ..engine.forward.forward_batch import ForwardBatch
 from ..engine.forward.kv_pool import KVPool, KVShape
 from ..engine.forward.model_runner import Runner
-from ..engine.forward.prefill_graph_runner import FullPrefill, PrefillGraphRunner
+from ..engine.forward.prefill_graph_runner import Kind, PrefillAttention, PrefillGraphRunner
 from ..engine.forward.row_state import RowState
 from ..engine.forward.staged_step import StagedStep, pack
+from ..engine.forward.token_inputs import TokenInputs
 from ..engine.loader.dummy_loader import fill_dummy_weights
 from ..engine.loader.model_config import ModelConfig
 from ..engine.models.registry import build_model
@@ -36,6 +37,7 @@ from .bench_decode import kernel_table
 
 PAGE_SIZE = 16
 NUM_ROWS = 256
+MIXED = (1024, 900)
 
 
 class PrefillBench:
@@ -60,6 +62,7 @@ class PrefillBench:
         self.rows = RowState(num_rows=NUM_ROWS, max_pages=pages_per_row, device=self.device)
         pages = torch.arange(1, pages_per_row + 1, device=self.device, dtype=torch.int32)
         self.rows.page_table.copy_(pages)  # every row's pages are the same: nothing here reads what another row wrote
+        self.tokens = TokenInputs.make(max_tokens, self.device)
         self.spec = AttentionSpec(
             kv_pool=self.pool,
             num_heads=config.num_heads,
@@ -78,21 +81,26 @@ class PrefillBench:
         best = resolve_name("auto", self.spec, phase="prefill")
         extend = triton if best == "triton" else make_backend(best, self.spec, field="prefill_attention")
         made: dict[str, Runner] = {}
-        for name, backend in {best: extend, "triton": triton}.items():
+        for name, backend in {str(best): extend, "triton": triton}.items():
             made[f"eager, {name}"] = EagerRunner(
                 self.model, self.pool, decode_attention=triton, extend_attention=backend
             )
-        full = FullPrefill(attention=triton, page_table=self.rows.page_table, max_tokens=self.max_tokens)
         pool = GraphPool(self.device)
-        for name, is_full in ((f"breakable, {best}", False), ("full, triton", True)):
+        single = PrefillAttention(decode=triton, extend=extend)
+        variants: dict[str, tuple[PrefillAttention, Sequence[Kind]]] = {
+            f"breakable, {best}": (single, ["breakable"]),
+            f"whole, {best}": (single, single.kinds("full")),
+            "whole, triton": (PrefillAttention(decode=triton, extend=triton), ["extend", "mixed"]),
+            "auto": (PrefillAttention(decode=triton, extend=extend, short=triton), single.kinds("full")),
+        }
+        for name, (attention, kinds) in variants.items():
             graphs = PrefillGraphRunner(
                 self.model,
                 self.pool,
-                decode_attention=triton,
-                extend_attention=extend,
-                max_tokens=self.max_tokens,
-                breakable=not is_full,
-                full=full if is_full else None,
+                attention,
+                self.tokens,
+                kinds=kinds,
+                page_table=self.rows.page_table,
             )
             before = pool.growth_bytes
             graphs.capture_blocking(pool)
@@ -126,7 +134,9 @@ class PrefillBench:
 
     def step(self, runner: Runner, batch: ScheduleBatch, staged: StagedStep) -> torch.Tensor:
         """One step as the worker does it, with a greedy sample."""
-        forward_batch = ForwardBatch.init_new(batch, staged.to(self.device), self.rows, page_size=PAGE_SIZE)
+        forward_batch = ForwardBatch.init_new(
+            batch, staged.to(self.device), self.rows, page_size=PAGE_SIZE, tokens=self.tokens
+        )
         if not runner.can_run(forward_batch):
             raise ValueError(f"no graph for {batch.num_tokens} tokens")
         return runner.execute(forward_batch).logits.argmax(-1)
@@ -163,16 +173,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def report(folder: Path, *, tokens: Sequence[int], kernels: Sequence[int]) -> None:
     """Print what one model takes."""
     print(folder.name, flush=True)
-    bench = PrefillBench(folder, max_tokens=max(tokens) + NUM_ROWS)
+    bench = PrefillBench(folder, max_tokens=max(2048, *tokens) + NUM_ROWS)
     runners = bench.runners()
     for num_tokens in tokens:
         for kind, runner in runners.items():
             wall, host = bench.measure(runner, [num_tokens])
             print(f"  {num_tokens:5} tokens  {kind:22} wall {wall:8.3f} ms  host {host:7.3f} ms", flush=True)
     for kind, runner in runners.items():
-        if not kind.startswith("full"):
-            wall, host = bench.measure(runner, [1024, 900], num_decode=100)
-            print(f"  100 decode rows, 1024 + 900  {kind:22} wall {wall:8.3f} ms  host {host:7.3f} ms", flush=True)
+        wall, host = bench.measure(runner, MIXED, num_decode=100)
+        print(f"  100 decode rows and {MIXED}  {kind:22} wall {wall:8.3f} ms  host {host:7.3f} ms", flush=True)
     for num_tokens in kernels:
         batch, staged = bench.stage([num_tokens])
         for kind, runner in runners.items():

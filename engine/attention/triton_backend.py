@@ -149,5 +149,6 @@ class _TritonPlan:
             self.rows.query_start,
             self.rows.extend_lens,
             max_rows=2 * self.spec.num_rows,  # the largest step is warmed up as the power of two above it
+            row_invariant=self.spec.row_invariant,
             out=q.new_empty(q.shape) if out is None else out,
         )

@@ -124,7 +124,13 @@ def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRu
     mode, debug = config.prefill_graph, config.debug_cuda_graph
     if mode == "off" or runner.tokens is None or (mode == "auto" and config.row_invariant):
         return None
-    attention = PrefillAttention(decode=runner.decode_attention, extend=runner.extend_attention)
+    decode, extend = runner.decode_attention, runner.extend_attention
+    plans_on_device = "full" in decode.capabilities.graph_modes and not decode.capabilities.needs_host_plan
+    attention = PrefillAttention(
+        decode=decode,
+        extend=extend,
+        short=decode if config.prefill_attention == "auto" and plans_on_device else None,
+    )
     full, breakable = attention.kinds("full"), attention.kinds("breakable")
     if mode == "auto":
         # Whole graphs cost the host least; in the gaps stand backends that cannot be captured.

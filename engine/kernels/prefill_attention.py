@@ -113,6 +113,7 @@ def prefill_attention(
     *,
     scale: float | None = None,
     max_rows: int | None = None,
+    row_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their request's pages, which hold the new tokens' k and v already.
@@ -122,7 +123,8 @@ def prefill_attention(
     tokens; out [T, Hq, D].
     The grid depends on T and B only: requests without new tokens and tokens after query_start[B] are padding, and the
     rows of `out` that belong to them are not written. `max_rows`: the most there will ever be, so that the kernel is
-    compiled for few and for many rows, instead of for every power of two.
+    compiled for few and for many rows, instead of for every power of two. `row_invariant`: one tiling whatever T is, so
+    that a token's result does not depend on the step it is computed in.
     """
     tokens, heads, head_dim = q.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
@@ -134,7 +136,7 @@ def prefill_attention(
     row_block = triton.next_power_of_2(num_rows)
     if max_rows is not None:
         row_block = FEW_ROWS if num_rows <= FEW_ROWS else triton.next_power_of_2(max_rows)
-    block_m, num_warps = (128, 8) if tokens >= LONG_TOKENS else (64, 4)
+    block_m, num_warps = (128, 8) if tokens >= LONG_TOKENS and not row_invariant else (64, 4)
     if tokens:
         _prefill_kernel[(triton.cdiv(tokens, block_m) + num_rows - 1, heads)](
             q, k_cache, v_cache, out, page_table, rows, query_start, seq_lens, num_rows,

@@ -106,6 +106,60 @@ def _combine(
     tl.store(out_ptr + g[:, None] * D + d[None, :], result, mask=(g < G)[:, None])
 
 
+@triton.jit
+def _write(
+    best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, row, head, is_whole, slot, out_stride,
+    G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of a whole sequence, or one part of it into its slot."""
+    g = tl.arange(0, GB)
+    d = tl.arange(0, D)
+    if is_whole:
+        target = out_ptr + row.to(tl.int64) * out_stride + (head * G + g[:, None]) * D + d[None, :]
+        tl.store(target, acc / tl.where(weight > 0.0, weight, 1.0)[:, None], mask=(g < G)[:, None])
+    else:
+        num_slots = tl.num_programs(0) * 2
+        tl.store(partial_stats_ptr + slot * G + g, best, mask=g < G)
+        tl.store(partial_stats_ptr + (num_slots + slot) * G + g, weight, mask=g < G)
+        tl.store(partial_out_ptr + (slot * G + g[:, None]) * D + d[None, :], acc, mask=(g < G)[:, None])
+
+
+@triton.jit
+def _arrive(
+    out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head, start, num_blocks, share, out_stride,
+    HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Announces one written part of a sequence whose first block is at `start`; the last to arrive combines them all."""
+    first_program = start // share
+    last_program = (start + num_blocks - 1) // share
+    # All threads' stores come before the one thread's release.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr + row * HK + head, 1) == last_program - first_program:
+        target = out_ptr + row.to(tl.int64) * out_stride + head * G * D
+        first_slot = tl.where(start == first_program * share, 0, 1)
+        _combine(partial_out_ptr, partial_stats_ptr, target, first_program, last_program, first_slot,
+                 tl.num_programs(0) * 2, G, GB, D, PARTS)  # fmt: skip
+        tl.store(arrivals_ptr + row * HK + head, 0)
+
+
+@triton.jit
+def _read_ahead(
+    k_ptr, v_ptr, table_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, head, block, left, seq_len, kv_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BLOCKS: tl.constexpr,
+    ROPE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sends for what the program reads first and no kernel of this step writes."""
+    for step in tl.static_range(BLOCKS):
+        _prefetch_block(k_ptr, v_ptr, table_ptr, block + step, seq_len - 1, head, kv_stride, D, PAGE, BT,
+                        step < left, PDL)  # fmt: skip
+    if ROPE:
+        prefetch_l2(cos_sin_ptr + tl.maximum(seq_len - 1, 0) * D + tl.arange(0, (D + 31) // 32) * 32, PDL)
+    if NORM:
+        line = tl.arange(0, (D + 63) // 64) * 64
+        prefetch_l2(q_norm_ptr + line, PDL)
+        prefetch_l2(k_norm_ptr + line, PDL)
+
+
 # Rows and lengths are often slices: a variant for every alignment of theirs would be compiled in the middle of serving.
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _decode_kernel(
@@ -113,14 +167,13 @@ def _decode_kernel(
     plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, eps, q_stride, out_stride, table_stride,
     HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    ROPE: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """From the packed projection, the new token's rotation and KV write included; one sequence after the other."""
     program = tl.program_id(0)
     kv_stride: tl.constexpr = HK * D
-    num_slots = tl.num_programs(0) * 2
     if not AHEAD:
         wait_for_inputs(PDL)
-        release_dependents(PDL)
     row = tl.load(plan_ptr + program * 4)
     head = tl.load(plan_ptr + program * 4 + 1)
     block = tl.load(plan_ptr + program * 4 + 2)
@@ -129,86 +182,135 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens_ptr + row)
     request = tl.load(rows_ptr + row).to(tl.int64)
     if AHEAD:
-        if left > 0:
-            line = tl.arange(0, (D + 63) // 64) * 64
-            for step in tl.static_range(AHEAD_BLOCKS):
-                _prefetch_block(k_ptr, v_ptr, table_ptr + request * table_stride, block + step, seq_len - 1, head,
-                                kv_stride, D, PAGE, BT, step < left, PDL)  # fmt: skip
-            if ROPE:
-                prefetch_l2(cos_sin_ptr + tl.maximum(seq_len - 1, 0) * D + tl.arange(0, (D + 31) // 32) * 32, PDL)
-            if NORM:
-                prefetch_l2(q_norm_ptr + line, PDL)
-                prefetch_l2(k_norm_ptr + line, PDL)
+        _read_ahead(k_ptr, v_ptr, table_ptr + request * table_stride, q_norm_ptr, k_norm_ptr, cos_sin_ptr, head, block,
+                    left, seq_len, kv_stride, D, PAGE, BT, AHEAD_BLOCKS, True, NORM, PDL)  # fmt: skip
         wait_for_inputs(PDL)
-        release_dependents(PDL)
+    release_dependents(PDL)
     flat = program * share
-    is_first = 1
+    slot = program * 2
     g = tl.arange(0, GB)
-    d = tl.arange(0, D)
-    in_group = (g < G)[:, None]
+    d = tl.arange(0, D)[None, :]
     while left > 0:
         num_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
         last = tl.minimum(num_blocks, block + left)
-        best = tl.full([GB], -1e30, tl.float32)
-        weight = tl.zeros([GB], tl.float32)
-        acc = tl.zeros([GB, D], tl.float32)
         table = table_ptr + request * table_stride
-        query = q_ptr + row.to(tl.int64) * q_stride + (head * G + g)[:, None] * D
-        limit = seq_len
-        if ROPE:
-            # The new token is not in the pool yet: whoever ends the sequence writes it there and attends to it here.
-            position = tl.maximum(seq_len - 1, 0)
-            limit = position
-            ends = (last == num_blocks) & (seq_len > 0)
-            one = tl.zeros([1, 1], tl.int32)
-            new = q_ptr + row.to(tl.int64) * q_stride + (HQ + head) * D + one
-            new_page = tl.load(table + position // PAGE, mask=ends, other=0).to(tl.int64)
-            v_new = tl.load(new + HK * D + d[None, :], mask=ends, other=0.0)
-            k_new = _rotated(new, k_norm_ptr, cos_sin_ptr, position, ends & (one == 0), eps, D, NORM)
-            q = _rotated(query, q_norm_ptr, cos_sin_ptr, position, in_group, eps, D, NORM)
-            new_slot = (new_page * PAGE + position % PAGE) * kv_stride + head * D + one + d[None, :]
-            tl.store(k_ptr + new_slot, k_new, mask=ends)
-            tl.store(v_ptr + new_slot, v_new, mask=ends)
-            score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-            best = tl.where(ends, score, best)
-            weight = tl.where(ends, 1.0, weight)
-            acc += v_new.to(tl.float32)
-        else:
-            q = tl.load(query + d[None, :], mask=in_group, other=0.0)
+        packed = q_ptr + row.to(tl.int64) * q_stride
+        # The new token is not in the pool yet: whoever ends the sequence writes it there and starts with it here.
+        position = tl.maximum(seq_len - 1, 0)
+        ends = (last == num_blocks) & (seq_len > 0)
+        one = tl.zeros([1, 1], tl.int32)
+        new = packed + (HQ + head) * D + one
+        new_page = tl.load(table + position // PAGE, mask=ends, other=0).to(tl.int64)
+        v_new = tl.load(new + HK * D + d, mask=ends, other=0.0)
+        k_new = _rotated(new, k_norm_ptr, cos_sin_ptr, position, ends & (one == 0), eps, D, NORM)
+        q = _rotated(packed + (head * G + g)[:, None] * D, q_norm_ptr, cos_sin_ptr, position, (g < G)[:, None], eps,
+                     D, NORM)  # fmt: skip
+        new_slot = (new_page * PAGE + position % PAGE) * kv_stride + head * D + one + d
+        tl.store(k_ptr + new_slot, k_new, mask=ends)
+        tl.store(v_ptr + new_slot, v_new, mask=ends)
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+        best = tl.where(ends, score, -1e30)
+        weight = tl.where(ends, 1.0, 0.0) + tl.zeros([GB], tl.float32)
+        acc = tl.zeros([GB, D], tl.float32) + v_new.to(tl.float32)
         best, weight, acc = _attend(
-            q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
+            q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, position, scale, kv_stride,
             D, PAGE, BT, STAGES,
         )  # fmt: skip
-        target = out_ptr + row.to(tl.int64) * out_stride + head * G * D
-        if (block == 0) & (last == num_blocks):
-            result = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
-            tl.store(target + g[:, None] * D + d[None, :], result, mask=in_group)
-        else:
-            slot = program * 2 + 1 - is_first
-            tl.store(partial_stats_ptr + slot * G + g, best, mask=g < G)
-            tl.store(partial_stats_ptr + (num_slots + slot) * G + g, weight, mask=g < G)
-            tl.store(partial_out_ptr + (slot * G + g[:, None]) * D + d[None, :], acc, mask=in_group)
-            start = flat - block
-            first_program = start // share
-            last_program = (start + num_blocks - 1) // share
-            # All threads' stores come before the one thread's release.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals_ptr + row * HK + head, 1)
-            if arrived == last_program - first_program:
-                first_slot = tl.where(start == first_program * share, 0, 1)
-                _combine(partial_out_ptr, partial_stats_ptr, target, first_program, last_program, first_slot, num_slots,
-                         G, GB, D, PARTS)  # fmt: skip
-                tl.store(arrivals_ptr + row * HK + head, 0)
-        done = last - block
-        left -= done
-        flat += done
+        is_whole = (block == 0) & (last == num_blocks)
+        _write(best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, row, head, is_whole, slot, out_stride,
+               G, GB, D)  # fmt: skip
+        if is_whole == 0:
+            _arrive(out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head, flat - block, num_blocks, share,
+                    out_stride, HK, G, GB, D, PARTS)  # fmt: skip
+        left -= last - block
+        flat += last - block
         block = block * 0
-        is_first = 0
-        head += 1
-        row = tl.where(head == HK, row + 1, row)
-        head = tl.where(head == HK, 0, head)
+        slot = program * 2 + 1
+        row = tl.where(head == HK - 1, row + 1, row)
+        head = tl.where(head == HK - 1, 0, head + 1)
         seq_len = tl.load(seq_lens_ptr + row, mask=left > 0, other=0)
         request = tl.load(rows_ptr + row, mask=left > 0, other=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+def _flat_decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr,
+    plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, q_stride, out_stride, table_stride,
+    HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """From rotated queries, k and v being in the pool; one loop over all the program's blocks, so that the next sequence's
+    blocks are on their way while this one ends.
+    """
+    program = tl.program_id(0)
+    kv_stride: tl.constexpr = HK * D
+    if not AHEAD:
+        wait_for_inputs(PDL)
+    row = tl.load(plan_ptr + program * 4)
+    head = tl.load(plan_ptr + program * 4 + 1)
+    block = tl.load(plan_ptr + program * 4 + 2)
+    count = tl.load(plan_ptr + program * 4 + 3)
+    share = tl.load(share_ptr)
+    seq_len = tl.load(seq_lens_ptr + row)
+    request = tl.load(rows_ptr + row).to(tl.int64)
+    if AHEAD:
+        _read_ahead(k_ptr, v_ptr, table_ptr + request * table_stride, q_ptr, q_ptr, q_ptr, head, block, count, seq_len,
+                    kv_stride, D, PAGE, BT, AHEAD_BLOCKS, False, False, PDL)  # fmt: skip
+        wait_for_inputs(PDL)
+    release_dependents(PDL)
+    g = tl.arange(0, GB)
+    d = tl.arange(0, D)
+    begin = block
+    slot = program * 2
+    first_row = row
+    first_head = head
+    first_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
+    first_start = program * share - block
+    first_is_part = (count > 0) & ((block > 0) | (count < first_blocks))
+    best = tl.full([GB], -1e30, tl.float32)
+    weight = tl.zeros([GB], tl.float32)
+    acc = tl.zeros([GB, D], tl.float32)
+    for step in tl.range(0, count, num_stages=STAGES):
+        query = q_ptr + row.to(tl.int64) * q_stride + (head * G + g)[:, None] * D + d[None, :]
+        q = tl.load(query, mask=(g < G)[:, None], other=0.0)
+        t = block * BT + tl.arange(0, BT)
+        inside = t < seq_len
+        page = tl.load(table_ptr + request * table_stride + t // PAGE, mask=inside, other=0).to(tl.int64)
+        at = (page * PAGE + t % PAGE)[:, None] * kv_stride + head * D + d[None, :]
+        k = tl.load(k_ptr + at, mask=inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        p = tl.exp2(scores - new_best[:, None])
+        weight = weight * shrink + tl.sum(p, axis=1)
+        v = tl.load(v_ptr + at, mask=inside[:, None], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        best = new_best
+        num_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
+        ends = block == num_blocks - 1
+        if ends | (step == count - 1):
+            _write(best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, row, head, ends & (begin == 0), slot,
+                   out_stride, G, GB, D)  # fmt: skip
+            best = tl.full([GB], -1e30, tl.float32)
+            weight = tl.zeros([GB], tl.float32)
+            acc = tl.zeros([GB, D], tl.float32)
+        begin = tl.where(ends, 0, begin)
+        slot = tl.where(ends, program * 2 + 1, slot)
+        block = tl.where(ends, 0, block + 1)
+        row = tl.where(ends & (head == HK - 1), row + 1, row)
+        head = tl.where(ends, tl.where(head == HK - 1, 0, head + 1), head)
+        seq_len = tl.load(seq_lens_ptr + row, mask=step < count - 1, other=0)
+        request = tl.load(rows_ptr + row, mask=step < count - 1, other=0).to(tl.int64)
+    # Parts are combined out here, because a loop with a loop inside is not pipelined.
+    if first_is_part:
+        _arrive(out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, first_row, first_head, first_start, first_blocks,
+                share, out_stride, HK, G, GB, D, PARTS)  # fmt: skip
+    if (block > 0) & (slot > program * 2):
+        last_blocks = tl.maximum((tl.load(seq_lens_ptr + row) + BT - 1) // BT, 1)
+        _arrive(out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head, program * share + count - block,
+                last_blocks, share, out_stride, HK, G, GB, D, PARTS)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,18 +369,24 @@ def decode_attention(
     if out is None:
         out = torch.empty((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     group_block = triton.next_power_of_2(group)
-    cos_sin = workspace.partial_out if rope is None else rope.cos_sin
-    q_norm = q if rope is None or rope.q_norm is None else rope.q_norm
-    k_norm = q if rope is None or rope.k_norm is None else rope.k_norm
-    _decode_kernel[(workspace.num_programs(num_rows),)](
-        q, k_cache, v_cache, out, page_table, rows, seq_lens, q_norm, k_norm, cos_sin,
+    tensors = (k_cache, v_cache, out, page_table, rows, seq_lens)
+    scratch = (
         workspace.plan, workspace.share, workspace.partial_out, workspace.partial_stats, workspace.arrivals,
-        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
-        q.stride(0), out.stride(0), page_table.stride(0),
-        HQ=heads, HK=num_kv_heads, G=group, GB=group_block, D=head_dim, PAGE=page_size, BT=tiling.block_tokens,
-        PARTS=max(2, min(16, 4096 // (group_block * head_dim))), STAGES=tiling.stages,
-        ROPE=rope is not None, NORM=rope is not None and rope.q_norm is not None, AHEAD=ahead and DEPENDENT,
-        AHEAD_BLOCKS=max(1, _AHEAD_TOKENS // tiling.block_tokens),
-        PDL=DEPENDENT, num_warps=tiling.num_warps, launch_pdl=DEPENDENT,
+        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
     )  # fmt: skip
+    strides = (q.stride(0), out.stride(0), page_table.stride(0))
+    options = {
+        "HK": num_kv_heads, "G": group, "GB": group_block, "D": head_dim, "PAGE": page_size, "BT": tiling.block_tokens,
+        "PARTS": max(2, min(16, 4096 // (group_block * head_dim))), "STAGES": tiling.stages, "AHEAD": ahead and DEPENDENT,
+        "AHEAD_BLOCKS": max(1, _AHEAD_TOKENS // tiling.block_tokens), "PDL": DEPENDENT,
+        "num_warps": tiling.num_warps, "launch_pdl": DEPENDENT,
+    }  # fmt: skip
+    grid = (workspace.num_programs(num_rows),)
+    if rope is None:
+        _flat_decode_kernel[grid](q, *tensors, *scratch, *strides, **options)
+    else:
+        _decode_kernel[grid](
+            q, *tensors, q if rope.q_norm is None else rope.q_norm, q if rope.k_norm is None else rope.k_norm, rope.cos_sin,
+            *scratch, rope.eps, *strides, HQ=heads, NORM=rope.q_norm is not None, **options,
+        )  # fmt: skip
     return out

@@ -30,10 +30,13 @@ class DecodeTiling:
     fuses_rope: bool = False
 
 
-# Measured on an H200. Few sequences: long blocks, because every further part costs its combination; many: small programs,
-# of which several fit a multiprocessor, so that one loads while another computes.
-_FEW = DecodeTiling(block_tokens=128, programs_per_multiprocessor=1, fuses_rope=True)
-_SOME = DecodeTiling(stages=7, programs_per_multiprocessor=2, fuses_rope=True)
+# Measured on an H200, by the number of sequences (rows times KV heads) up to which each is the fastest. Few sequences:
+# every further part costs its combination. Many: several programs on a multiprocessor, one loads while another computes.
+_TILINGS = (
+    (32, DecodeTiling(stages=5, programs_per_multiprocessor=2, fuses_rope=True)),
+    (128, DecodeTiling(block_tokens=128, programs_per_multiprocessor=1, fuses_rope=True)),
+    (256, DecodeTiling(stages=7, programs_per_multiprocessor=2, fuses_rope=True)),
+)
 _MANY = DecodeTiling()
 
 
@@ -66,10 +69,11 @@ class DecodeWorkspace:
         """The tiling for a bucket of `num_rows`."""
         if self.only is not None:
             return self.only
-        sequences = num_rows * self.num_kv_heads
-        if self.row_invariant or sequences > 512:
-            return _MANY
-        return _FEW if sequences <= 32 else _SOME
+        if not self.row_invariant:
+            for most_sequences, tiling in _TILINGS:
+                if num_rows * self.num_kv_heads <= most_sequences:
+                    return tiling
+        return _MANY
 
     def num_programs(self, num_rows: int) -> int:
         """The grid for a bucket of `num_rows`."""
@@ -90,8 +94,8 @@ def make_decode_workspace(
     """Allocates the scratch. `tiling` replaces the measured ones; `num_multiprocessors` is the device's unless given."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    most = max((tiling or each).programs_per_multiprocessor for each in (_FEW, _SOME, _MANY))
-    num_programs = num_multiprocessors * most
+    tilings = (_MANY, *(each for _, each in _TILINGS)) if tiling is None else (tiling,)
+    num_programs = num_multiprocessors * max(each.programs_per_multiprocessor for each in tilings)
     group = num_q_heads // num_kv_heads
     return DecodeWorkspace(
         plan=torch.zeros((num_programs, 4), dtype=torch.int32, device=device),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -124,22 +128,29 @@ class Terminal:
         seen, self.text = self.text.split(wanted, 1)
         return seen + wanted
 
-    def close(self) -> int:
-        code = self.process.wait(timeout=10)
+    def exit_code(self) -> int:
+        return self.process.wait(timeout=10)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
         os.close(self._main)
-        return code
 
 
 def _take_terminal() -> None:
     """Make the child's standard input its controlling terminal, so that Ctrl-C reaches it as a signal."""
-    import fcntl
-    import termios
-
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background was started with it ignored
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_the_conversation() -> None:
-    terminal = Terminal(IN_A_TERMINAL)
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    opened = Terminal(IN_A_TERMINAL)
+    yield opened
+    opened.close()
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(terminal: Terminal) -> None:
     terminal.read_until("> ")
     terminal.type("hello\n")
     terminal.read_until("abcdef")  # an answer of 150 tokens would take 3 s
@@ -152,4 +163,4 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation() -> None:
     terminal.type("\x03")
     terminal.read_until("> ")
     terminal.type("/exit\n")
-    assert terminal.close() == 0
+    assert terminal.exit_code() == 0

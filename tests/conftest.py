@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a model hub
 
 ASYNC_TIMEOUT_S = 20
+LONG_TIMEOUT_S = 300  # a real model on a core that others use too
 
 settings.register_profile("slipstream", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("slipstream")
@@ -40,9 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if reason and item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
     for item in items:
-        is_async = inspect.iscoroutinefunction(getattr(item, "function", None))
-        if is_async and not any(item.get_closest_marker(name) for name in ("timeout", "model", "slow", "gpu")):
-            item.add_marker(pytest.mark.timeout(ASYNC_TIMEOUT_S))
+        if item.get_closest_marker("timeout") is None:
+            is_async = inspect.iscoroutinefunction(getattr(item, "function", None))
+            if any(item.get_closest_marker(name) for name in ("model", "slow", "gpu")):
+                item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+            elif is_async:
+                item.add_marker(pytest.mark.timeout(ASYNC_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,10 @@ from .metrics import FrontMetrics
 from .operations import OPERATIONS, Operation
 from .progress import Progress
 from .settings import FrontSettings
+from .web_page import page_routes
 
-OPEN_PATHS = frozenset(each.path for each in OPERATIONS if each.is_open)  # probes and scrapers carry no key
+PAGE_ROUTES = page_routes()  # a page cannot send its key before it is there
+OPEN_PATHS = frozenset(each.path for each in (*PAGE_ROUTES, *(each for each in OPERATIONS if each.is_open)))
 ADMIN_PATHS = frozenset(each.path for each in OPERATIONS if each.is_admin)
 
 
@@ -40,7 +42,7 @@ def create_app(
     """The app over `engine`, which may still be unstarted: until it is ready /health says 200 and all else 503.
 
     `served_model_name` is the name that clients use, or several: the first is the model's, the others are aliases.
-    With `api_key` every path but /health, /ready and /metrics wants it as a bearer token; paths that act on other
+    With `api_key` every path but the probes, /metrics and the page's files wants it as a bearer token; paths that act on other
     clients' requests want `admin_key` and do not exist without one.
     """
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
@@ -55,6 +57,7 @@ def create_app(
         fan_out=FanOut(counters.loop_lag_s),
         progress=Progress(settings.stuck_after_s),
     )
+    front.step_times.attach(engine)
     keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())
     middleware = [Middleware(KeyGate, keys=keys, admin_key=admin_key)]
     if cors_origins:
@@ -73,12 +76,15 @@ def create_app(
 
 def _routes(front: Front, operations: Sequence[Operation]) -> list[Route]:
     return [
-        Route(
-            operation.path.replace("{model}", "{model:path}"),  # model names may have slashes
-            Endpoint(front, operation.handler),
-            methods=[operation.method],
-        )
-        for operation in operations
+        *PAGE_ROUTES,
+        *(
+            Route(
+                operation.path.replace("{model}", "{model:path}"),  # model names may have slashes
+                Endpoint(front, operation.handler),
+                methods=[operation.method],
+            )
+            for operation in operations
+        ),
     ]
 
 

@@ -14,6 +14,7 @@ from .fan_out import FanOut
 from .metrics import FrontMetrics
 from .progress import Progress
 from .settings import FrontSettings
+from .step_times import StepTimes
 
 
 class Abortable(Protocol):
@@ -32,8 +33,14 @@ class Front:
     metrics: FrontMetrics
     fan_out: FanOut
     progress: Progress
+    step_times: StepTimes = field(default_factory=StepTimes)
     live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the engine has started, so that it has limits and stats."""
+        return self.engine.state not in (EngineState.NEW, EngineState.STARTING)
 
     def model(self, asked: str | None) -> str:
         """The name that the reply carries. Leaving the model out means the one that is served.

@@ -19,7 +19,7 @@ from ..engine.engine import Engine, EngineState
 PREFIX = "slipstream:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_INTER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 10)
+INTER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 10)
 _LOOP_LAG_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
@@ -27,16 +27,16 @@ _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 5
 class Histogram:
     """Counts by bucket; `observe` costs a bisection and two additions."""
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
+        self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
 
     @property
     def num_observed(self) -> int:
@@ -49,7 +49,7 @@ class Histogram:
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             so_far += count
             buckets.append((bound, so_far))
-        return buckets, self._total
+        return buckets, self.total
 
 
 class FrontMetrics:
@@ -58,7 +58,7 @@ class FrontMetrics:
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
         self.first_token_s = Histogram(_FIRST_TOKEN_S)  # accept to the first frame's write
-        self.inter_token_s = Histogram(_INTER_TOKEN_S)  # between a choice's frames at the socket
+        self.inter_token_s = Histogram(INTER_TOKEN_S)  # between a choice's frames at the socket
         self.request_s = Histogram(_REQUEST_S)
         self.loop_lag_s = Histogram(_LOOP_LAG_S)  # from a token's push to its turn in the fan-out
         self.num_frames = 0  # text frames written; fewer than tokens where output coalesced

@@ -27,6 +27,7 @@ from .openai_chat import chat_completions
 from .openai_completions import completions
 from .openai_responses import ResponsesBody, responses
 from .probes import health, list_models, metrics, one_model, ready, server_info
+from .web_page import live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(method="GET", path="/ready", handler=ready, is_open=True),
     Operation(method="GET", path="/metrics", handler=metrics, is_open=True),
     Operation(method="GET", path="/server_info", handler=server_info),
+    Operation(method="GET", path="/live", handler=live),
     Operation(method="GET", path="/openapi.json", handler=openapi),
     Operation(method="GET", path="/v1/models", handler=list_models),
     Operation(method="GET", path="/v1/models/{model}", handler=one_model),

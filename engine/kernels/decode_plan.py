@@ -36,6 +36,7 @@ _TILINGS = (
     (32, DecodeTiling(stages=5, programs_per_multiprocessor=2, fuses_rope=True)),
     (128, DecodeTiling(block_tokens=128, programs_per_multiprocessor=1, fuses_rope=True)),
     (256, DecodeTiling(stages=7, programs_per_multiprocessor=2, fuses_rope=True)),
+    (1 << 30, DecodeTiling(block_tokens=32, stages=7, programs_per_multiprocessor=4, num_warps=2, fuses_rope=True)),
 )
 _MANY = DecodeTiling()
 

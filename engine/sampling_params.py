@@ -27,10 +27,11 @@ class SamplingParams:
     `min_p` 0 are off. Without a `seed` the request draws from a fresh one. Until `min_tokens` are out, neither the
     model's end ids nor `stop_token_ids` can be drawn and stop strings are not looked for.
 
-    What changes the logits, in this order: `logit_bias` is added; `repetition_penalty` (over prompt and output) divides positive logits and
-    multiplies negative ones; `frequency_penalty` a token's count and `presence_penalty` once are subtracted for what is
-    in the output; `bad_words`, `bad_words_ids` (sequences whose last token must not complete them)
-    and everything outside `allowed_token_ids` or against the grammar of `structured_output` is ruled out; then `logits_processors` in turn.
+    What changes the logits, in this order: `logit_bias` is added; `repetition_penalty` (over prompt and output) divides
+    positive logits and multiplies negative ones; `frequency_penalty` times a token's count and `presence_penalty` once
+    are subtracted for what is in the output; `bad_words` and `bad_words_ids` (sequences whose last token must not
+    complete them), everything outside `allowed_token_ids`, and what the grammar of `structured_output` does not allow
+    are ruled out; then come `logits_processors` in turn.
 
     `logprobs` k gives each token's log-probability and the k likeliest tokens', of the model's own logits: before all
     of the above and before the temperature. `prompt_logprobs` gives the same for the prompt's tokens from position

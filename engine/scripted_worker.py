@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..streams.host_lane import HostLane
-from ..streams.marks import DRAW, FORWARD, MarkSwitch, Marks
+from ..streams.marks import DRAW, FORWARD, Marks, MarkSwitch
 from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
 from .scheduler.schedule_batch import ScheduleBatch

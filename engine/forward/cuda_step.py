@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from ..worker import SampleInputs, StepOutcome
 from .decode_graph_runner import DecodeGraphRunner, Drawable
 from .row_samplings import RowSamplings
 from .staged_step import StagedStep, pack
+from .step_extras import StepExtras
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,12 +57,13 @@ class CudaStep:
         self._error: Exception | None = None
         self._drawable: Drawable | None = None
         self._dead_cpu: torch.Tensor | None = None
-        self._suppressed_cpu: torch.Tensor | None = None
         self._results_cpu: torch.Tensor | None = None
         self._dead: frozenset[int] = frozenset()
         if batch.starts:
             parts.samplings.apply(batch.starts)
             parts.kind_of_rows = None
+        vocab_size = parts.runner.model.config.vocab_size
+        self._extras = StepExtras(batch, slot, parts.stage, vocab_size=vocab_size, device=parts.device)
         graphs = parts.decode_graphs
         self._by_graph = graphs is not None and graphs.can_run(batch)
         self._block_cpu: torch.Tensor | None = None
@@ -90,7 +91,7 @@ class CudaStep:
             parts.kind = SampleKind.of(needs)
             parts.kind_of_rows = batch.rows if len(sampling) == batch.num_rows else None
         self._kind = parts.kind
-        place = {index: k for k, index in enumerate(sampling)} if inputs.dead or inputs.suppressed else {}
+        place = {index: k for k, index in enumerate(sampling)} if inputs.dead else {}
         dead = [place[index] for index in inputs.dead if index in place]
         if dead or parts.dead_shipped:
             flags = bytearray(len(sampling) + -len(sampling) % 4)
@@ -98,10 +99,7 @@ class CudaStep:
                 flags[k] = 1
             self._dead_cpu = parts.stage(self._slot, bytes(flags)).view(torch.uint8)
             parts.dead_shipped = bool(dead)
-        pairs = [(place[index], token_id) for index, ids in inputs.suppressed if index in place for token_id in ids]
-        if pairs:
-            columns = array("i", [k for k, _ in pairs]) + array("i", [token_id for _, token_id in pairs])
-            self._suppressed_cpu = parts.stage(self._slot, columns.tobytes()).view(2, -1)
+        self._extras.stage(inputs)
 
     def sample(self) -> None:
         """Draw, and leave the ids in the relay for the next step. The logits are let go."""
@@ -112,6 +110,7 @@ class CudaStep:
         """Copy the results into the step's slot."""
 
         def copy() -> None:
+            self._extras.copy_out()
             if self._results_cpu is not None:
                 results = self._parts.sampler.results
                 self._results_cpu.copy_(results[: self._results_cpu.shape[0]], non_blocking=True)
@@ -125,15 +124,15 @@ class CudaStep:
                 raise self._error
             raise StepFailed(f"step {self._batch.step} failed: {self._error}", step=self._batch.step) from self._error
         if self._results_cpu is None:
-            return StepOutcome(token_ids=())
+            return self._extras.outcome((), {})
         num_samples = sum(self._batch.samples)
         values = self._results_cpu.tolist()
         failed = values[len(values) // 2 :][:num_samples]
-        row_errors = {}
+        row_errors: dict[int, str] = {}
         if any(failed):
             flagged = zip(self._batch.sample_indices, failed, strict=True)
             row_errors = {index: _NOT_FINITE for index, bad in flagged if bad and index not in self._dead}
-        return StepOutcome(token_ids=tuple(values[:num_samples]), row_errors=row_errors)
+        return self._extras.outcome(tuple(values[:num_samples]), row_errors)
 
     def _forward_by_graph(self) -> None:
         graphs = self._parts.decode_graphs
@@ -147,6 +146,7 @@ class CudaStep:
         batch, output = parts.runner.forward(self._batch, self._staged.to(parts.device))
         # Decode graphs count on from here; every other step says where its rows stand.
         parts.runner.row_state.lengths.index_copy_(0, batch.rows.long(), batch.seq_lens)
+        self._extras.score_prompts(parts.runner.model, output.hidden)
         if batch.num_samples:
             self._drawable = Drawable(
                 logits=output.logits,
@@ -162,14 +162,13 @@ class CudaStep:
             return
         if self._dead_cpu is not None:
             sampler.dead[: self._dead_cpu.shape[0]].copy_(self._dead_cpu, non_blocking=True)
-        if self._suppressed_cpu is not None:
-            at, ids = self._suppressed_cpu.to(self._parts.device, non_blocking=True).long()
-            forbidden = torch.full((), float("-inf"), dtype=drawable.logits.dtype, device=self._parts.device)
-            drawable.logits.index_put_((at, ids), forbidden)
+        # In the logits' own precision: a kernel for another one would be compiled in the middle of serving.
+        self._extras.before_draw(drawable.logits)
         if drawable.bucket is not None:
             drawable.bucket.samples[self._kind].replay()
         else:
             sampler.draw(drawable.logits, drawable.rows, drawable.num_rows, drawable.lengths, self._kind)
+        self._extras.after_draw(sampler.results[: drawable.logits.shape[0]])
         self._results_cpu = self._slot.take((2 * drawable.logits.shape[0],), torch.int32)
 
     def _attempt(self, run: Callable[[], None]) -> None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import StepFailed
-from ..sampling.logit_changes import LogitChanges
 from ..sampling.sampler import Sampled, Sampler, SampleRequest
 from ..worker import SampleInputs, StepOutcome
 from .row_samplings import RowSamplings
 from .staged_sample import SampleBlock, StagedSample
 from .staged_step import StagedStep, pack
-from .step_scores import DrawScoring, PromptScoring
+from .step_extras import StepExtras
 
 if TYPE_CHECKING:
     from ...streams.staging import Slot
@@ -56,14 +55,7 @@ class TorchStep:
         parts.samplings.apply(batch.starts)
         packed, widths = pack(batch)
         self._inputs: StagedStep | None = StagedStep.of(parts.stage(slot, packed), widths)
-        self._prompt_scoring = PromptScoring.of(batch)
-        if self._prompt_scoring is not None:
-            self._scored_block = parts.stage(slot, self._prompt_scoring.packed)
-        self._prompt_scores: torch.Tensor | None = None
-        self._draw_scoring: DrawScoring | None = None
-        self._draw_scores: torch.Tensor | None = None
-        self._changes: LogitChanges | None = None
-        self._row_errors: dict[int, str] = {}
+        self._extras = StepExtras(batch, slot, parts.stage, vocab_size=parts.vocab_size, device=parts.device)
         self._forward: tuple[ForwardBatch, ForwardOutput] | None = None
         self._sample_block: tuple[torch.Tensor, SampleBlock] | None = None
         self._sampled: Sampled | None = None
@@ -77,9 +69,7 @@ class TorchStep:
         def run() -> None:
             if inputs is not None:
                 self._forward = self._parts.runner.forward(self._batch, inputs.to(self._parts.device))
-                if self._prompt_scoring is not None:
-                    model, hidden = self._parts.runner.model, self._forward[1].hidden
-                    self._prompt_scores = self._prompt_scoring.compute(model, hidden, self._scored_block)
+                self._extras.score_prompts(self._parts.runner.model, self._forward[1].hidden)
 
         self._attempt(run)
 
@@ -90,15 +80,9 @@ class TorchStep:
         self._dead = inputs.dead
         if not num_samples:
             return
-        sampling = self._batch.sample_indices
         staged = SampleBlock.make(self._batch, inputs, parts.samplings)
         self._sample_block = parts.stage(self._slot, bytearray(b"".join(staged.columns))), staged
-        self._changes = LogitChanges.packed(inputs, sampling, vocab_size=parts.vocab_size)
-        if self._changes is not None:
-            self._changes_block = parts.stage(self._slot, self._changes.block)
-        self._draw_scoring = DrawScoring.of(inputs, sampling)
-        if self._draw_scoring is not None:
-            self._draw_places = parts.stage(self._slot, self._draw_scoring.packed)
+        self._extras.stage(inputs)
         self._ids_cpu = self._slot.take((num_samples,), torch.int64)
         self._failed_cpu = self._slot.take((num_samples,), torch.bool)
 
@@ -119,16 +103,10 @@ class TorchStep:
                 random=on_device.random,
                 needs=staged.needs,
             )
-            logits = output.logits
-            raw = None
-            if self._draw_scoring is not None:
-                raw = self._draw_scoring.keep(logits, self._draw_places)
-            if self._changes is not None:
-                logits = logits.float()
-                self._row_errors = self._changes.apply_(logits, self._changes_block)
+            logits = output.logits.float() if self._extras.changes_logits else output.logits
+            self._extras.before_draw(logits)
             sampled = self._parts.sampler.sample(logits, request, state.sampling)
-            if raw is not None:
-                self._draw_scores = raw.scored(sampled.ids.index_select(0, self._draw_places))
+            self._extras.after_draw(sampled.ids)
             relay_rows = batch.sample_rows.long() if on_device.relay_rows is None else on_device.relay_rows
             state.relay.scatter(relay_rows, sampled.ids)
             self._sampled = sampled
@@ -140,6 +118,7 @@ class TorchStep:
         sampled, self._sampled = self._sampled, None
 
         def run() -> None:
+            self._extras.copy_out()
             if sampled is not None:
                 self._ids_cpu.copy_(sampled.ids, non_blocking=True)
                 self._failed_cpu.copy_(sampled.failed, non_blocking=True)
@@ -151,23 +130,15 @@ class TorchStep:
         if self._error is not None:
             error = self._error
             raise StepFailed(f"step {self._batch.step} failed: {error}", step=self._batch.step) from error
-        prompt_logprobs, logprobs = {}, {}
-        if self._prompt_scoring is not None and self._prompt_scores is not None:
-            prompt_logprobs = self._prompt_scoring.read(self._prompt_scores.tolist())
         if not any(self._batch.samples):
-            return StepOutcome(token_ids=(), prompt_logprobs=prompt_logprobs)
-        failed, token_ids = self._failed_cpu.tolist(), tuple(self._ids_cpu.tolist())
+            return self._extras.outcome((), {})
+        failed = self._failed_cpu.tolist()
         row_errors: dict[int, str] = {}
         if any(failed):
             for index, bad in zip(self._batch.sample_indices, failed, strict=True):
                 if bad and index not in self._dead:
                     row_errors[index] = NOT_FINITE
-        row_errors.update(self._row_errors)
-        if self._draw_scoring is not None and self._draw_scores is not None:
-            logprobs = self._draw_scoring.read(self._draw_scores.tolist(), token_ids)
-        return StepOutcome(
-            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, row_errors=row_errors
-        )
+        return self._extras.outcome(tuple(self._ids_cpu.tolist()), row_errors)
 
     def _attempt(self, run: Callable[[], None]) -> None:
         if self._error is not None:

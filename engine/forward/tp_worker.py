@@ -19,7 +19,8 @@ from ...streams.ticket import Ticket
 from ..errors import MisuseError
 from ..worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 from .device_build import DeviceBuild
-from .warm_up import warm_up_batches
+from .marked_step import MarkedStep
+from .warm_up import warm_up_batches, warm_up_inputs
 
 if TYPE_CHECKING:
     from ...streams.fence import Fence
@@ -69,7 +70,7 @@ class TpWorker:
         self._built = built
         for batch in warm_up_batches(built.limits):
             launched = self.launch(batch)
-            launched.resolve(SampleInputs())
+            launched.resolve(warm_up_inputs(batch, built.limits))
             if launched.outcome is not None:
                 await launched.outcome
             self.committed(batch.step)

@@ -6,7 +6,9 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from ..scheduler.schedule_batch import RowSampling, RowStart, ScheduleBatch
+from ..logit_rules import LogitEdit, mask_of
+from ..scheduler.schedule_batch import PromptScores, RowSampling, RowStart, ScheduleBatch
+from ..worker import SampleInputs
 
 if TYPE_CHECKING:
     from ..worker import WorkerLimits
@@ -33,6 +35,17 @@ def warm_up_batches(limits: WorkerLimits) -> Iterator[ScheduleBatch]:
             step += 1
 
 
+def warm_up_inputs(batch: ScheduleBatch, limits: WorkerLimits) -> SampleInputs:
+    """Everything that a host can add to a step at once: none of it shall load a kernel for the first request that asks."""
+    floats = array("f", [1.0]).tobytes()
+    return SampleInputs(
+        suppressed=((0, (1,)),),
+        edits=(LogitEdit(0, array("i", [0]).tobytes(), floats, floats, floats),),
+        masks=((0, mask_of((0,), limits.vocab_size)),),
+        logprobs=((0, 1),),
+    )
+
+
 def _prefill(step: int, num_tokens: int, num_planned: int, sampling: RowSampling, page_size: int) -> ScheduleBatch:
     num_pages = -(-num_planned // page_size)
     return ScheduleBatch(
@@ -47,6 +60,7 @@ def _prefill(step: int, num_tokens: int, num_planned: int, sampling: RowSampling
         table_columns=array("i", range(num_pages)).tobytes(),
         table_pages=array("i", range(1, num_pages + 1)).tobytes(),
         starts=(RowStart(row=1, sampling=sampling),),
+        scored=(PromptScores(0, 0, array("i", [0] * (num_tokens - 1)).tobytes(), 1),) if num_tokens > 1 else (),
     )
 
 

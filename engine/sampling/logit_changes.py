@@ -35,8 +35,9 @@ class ProcessedRow:
 class LogitChanges:
     """Changes of the rows that sample, as int32 columns.
 
-    Shapes: edit_rows, edit_ids, biases, factors, takes [n], the last three fp32 bits; each (row, id) once. out_rows, out_ids [m]:
-    ruled out. mask_rows [r], masks [r, words]: the ids that may be drawn. Made on the host by `packed`, there one block.
+    Shapes: edit_rows, edit_ids, biases, factors, takes [n], the last three fp32 bits; each (row, id) once. out_rows,
+    out_ids [m]: ruled out. mask_rows [r], masks [r, words]: the ids that may be drawn. Made on the host by `packed`, there
+    one block.
     """
 
     block: bytes

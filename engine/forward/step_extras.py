@@ -1,0 +1,108 @@
+"""What a few rows of a step ask for beside a drawn id: changed logits and log-probabilities. Free for all other steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..sampling.logit_changes import LogitChanges
+from ..worker import SampleInputs, StepOutcome
+from .step_scores import DrawScoring, PromptScoring
+
+if TYPE_CHECKING:
+    from ...streams.staging import Slot
+    from ..models.llama import LlamaForCausalLM
+    from ..sampling.logprobs import RawLogprobs
+    from ..scheduler.schedule_batch import ScheduleBatch
+
+    Stage = Callable[[Slot, bytes | bytearray], torch.Tensor]
+
+
+class StepExtras:
+    """Made and `stage` on the loop thread; `score_prompts`, `before_draw`, `after_draw` on the compute lane; `copy_out` on
+    the copy lane; `outcome` on any thread once all that has run. The same on every device. Lifetime: that of the step.
+    """
+
+    def __init__(
+        self, batch: ScheduleBatch, slot: Slot, stage: Stage, *, vocab_size: int, device: torch.device
+    ) -> None:
+        self._batch = batch
+        self._slot = slot
+        self._stage = stage
+        self._vocab_size = vocab_size
+        self._device = device
+        self._prompts = PromptScoring.of(batch)
+        self._prompts_block = None if self._prompts is None else stage(slot, self._prompts.packed)
+        self._prompt_scores: torch.Tensor | None = None
+        self._draws: DrawScoring | None = None
+        self._draws_block: torch.Tensor | None = None
+        self._draw_scores: torch.Tensor | None = None
+        self._raw: RawLogprobs | None = None
+        self._changes: LogitChanges | None = None
+        self._changes_block: torch.Tensor | None = None
+        self._row_errors: dict[int, str] = {}
+
+    @property
+    def changes_logits(self) -> bool:
+        return self._changes is not None
+
+    def score_prompts(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
+        """Behind the forward. Shapes: hidden [T, hidden size]."""
+        if self._prompts is not None and self._prompts_block is not None:
+            block = self._prompts_block.to(self._device, non_blocking=True)
+            self._prompt_scores = self._prompts.compute(model, hidden, block)
+
+    def stage(self, inputs: SampleInputs) -> None:
+        """Take what the host adds to the sample."""
+        if inputs.changes_logits:
+            sampling = self._batch.sample_indices
+            self._changes = LogitChanges.packed(inputs, sampling, vocab_size=self._vocab_size)
+            if self._changes is not None:
+                self._changes_block = self._stage(self._slot, self._changes.block)
+        if inputs.logprobs:
+            self._draws = DrawScoring.of(inputs, self._batch.sample_indices)
+            if self._draws is not None:
+                self._draws_block = self._stage(self._slot, self._draws.packed)
+
+    def before_draw(self, logits: torch.Tensor) -> None:
+        """Keep what log-probabilities need, then change `logits` [S or more, vocab] in place."""
+        if self._draws is not None and self._draws_block is not None:
+            self._draws_block = self._draws_block.to(self._device, non_blocking=True)
+            self._raw = self._draws.keep(logits, self._draws_block)
+        if self._changes is not None and self._changes_block is not None:
+            block = self._changes_block.to(self._device, non_blocking=True)
+            self._row_errors = self._changes.apply_(logits, block)
+            self._changes = self._changes_block = None
+
+    def after_draw(self, ids: torch.Tensor) -> None:
+        """Score what was drawn. Shapes: ids [S or more] int."""
+        raw, self._raw = self._raw, None
+        if raw is not None and self._draws_block is not None:
+            self._draw_scores = raw.scored(ids.index_select(0, self._draws_block).long())
+
+    def copy_out(self) -> None:
+        """Bring the scores to the host. Asynchronous."""
+        self._prompt_scores = _on_host(self._prompt_scores)
+        self._draw_scores = _on_host(self._draw_scores)
+
+    def outcome(self, token_ids: tuple[int, ...], row_errors: Mapping[int, str]) -> StepOutcome:
+        """The step's outcome, with what was asked for in it."""
+        prompt_logprobs, logprobs = {}, {}
+        if self._prompts is not None and self._prompt_scores is not None:
+            prompt_logprobs = self._prompts.read(self._prompt_scores.tolist())
+        if self._draws is not None and self._draw_scores is not None:
+            logprobs = self._draws.read(self._draw_scores.tolist(), token_ids)
+        if self._row_errors:
+            row_errors = {**row_errors, **self._row_errors}
+        return StepOutcome(
+            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, row_errors=row_errors
+        )
+
+
+def _on_host(scores: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy in pinned memory of its own: what comes back is too large, and too rare, for the step's slot."""
+    if scores is None or scores.device.type == "cpu":
+        return scores
+    return torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True).copy_(scores, non_blocking=True)

@@ -43,6 +43,7 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "max_total_tokens": Flag("Size of the KV pool in tokens, instead of the fraction."),
     "page_size": Flag("Tokens a KV page; a power of two.", ("--block-size",)),
     "prefix_cache": Flag("Keep the KV of finished requests for prompts that begin alike."),
+    "eviction_policy": Flag("Which cached prefix goes first.", ("--radix-eviction-policy",)),
     "max_running_requests": Flag("Requests computed at the same time.", ("--max-num-seqs",)),
     "max_queued_requests": Flag("Requests that may wait; more are refused with 429."),
     "max_queued_tokens": Flag("Tokens of all waiting requests together; by default without a limit."),
@@ -50,13 +51,20 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "Who goes first: by arrival (fcfs), the longest cached prefix (lpm), the shortest prefill, or by priority.",
         ("--scheduling-policy",),
     ),
+    "policy_window": Flag("So many of the oldest waiting requests are ranked by lpm and shortest-prefill."),
+    "priority_preemption": Flag("Send lower priorities back where a higher one lacks room (--schedule-policy priority)."),
+    "itl_budget_ms": Flag(
+        "Milliseconds between two tokens of an answer that prompts in the same step may cost; by default no limit."
+    ),
     "chunked_prefill_size": Flag("Tokens of one prompt computed in one step, at most."),
     "max_prefill_tokens": Flag("Tokens of all prompts computed in one step, at most."),
     "overlap": Flag("Plan the next step while the device computes this one."),
+    "step_timeout_s": Flag("Seconds after which a step that has not come back is stuck, and the engine dead."),
     "decode_attention": Flag("Attention of decode steps.", ("--decode-attention-backend",)),
     "prefill_attention": Flag("Attention of prompts.", ("--prefill-attention-backend",)),
     "decode_graph": Flag("CUDA graphs of decode steps."),
     "prefill_graph": Flag("CUDA graphs of prefill steps."),
+    "debug_canary": Flag("Poison freed KV pages, so that whoever reads one shows it; slow."),
     "debug_cuda_graph": Flag("Run a step as one eager break inside the graph machinery."),
     "row_invariant": Flag("Compute a row alike whatever shares its batch; slower."),
 }

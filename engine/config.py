@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .cache.radix_node import EvictionPolicy
 from .errors import ConfigError, shown
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -36,14 +37,20 @@ class EngineConfig:
     max_queued_requests: int = 10_000
     max_queued_tokens: int | None = None  # tokens of all waiting requests together; None: no limit of its own
     schedule_policy: SchedulePolicy = "fcfs"  # who of the waiting goes first
+    policy_window: int = 128  # so many of the oldest waiting requests are ranked by lpm and shortest-prefill
+    priority_preemption: bool = False  # under the priority policy: send lower ones back where a higher one lacks room
+    itl_budget_ms: float | None = None  # between two tokens of a request, where prompts share its steps; None: no limit
     chunked_prefill_size: int = 2048  # tokens of one prompt computed in one step, at most
     max_prefill_tokens: int = 16_384  # tokens of all prompts computed in one step, at most
     prefix_cache: bool = True
+    eviction_policy: EvictionPolicy = "lru"  # which cached prefix goes first
     overlap: bool = True  # plan the next step while the GPU computes this one
+    step_timeout_s: float = 600.0  # a step that has not come back by then is stuck, and the engine dead
     decode_attention: AttentionBackendName = "auto"
     prefill_attention: AttentionBackendName = "auto"
     decode_graph: GraphMode = "auto"
     prefill_graph: GraphMode = "auto"
+    debug_canary: bool = False  # poison freed KV pages, so that whoever reads one shows it; slow
     debug_cuda_graph: bool = False  # the whole forward as one eager break of a breakable graph
     row_invariant: bool = False  # same arithmetic for a row whatever shares its batch; slower
     cpu_threads: int | None = None  # intra-op threads on the CPU; None: cores - 1
@@ -76,6 +83,14 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_memory_fraction must be above 0 and at most 1, not {shown(fraction)}", field="kv_memory_fraction"
             )
+        for name in _DURATIONS:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LONGEST_DURATION:
+                raise ConfigError(f"{name} must be a positive number, not {shown(value)}", field=name)
+        if self.priority_preemption and self.schedule_policy != "priority":
+            raise ConfigError("priority_preemption needs schedule_policy priority", field="priority_preemption")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, not {shown(self.page_size)}", field="page_size")
         if self.chunked_prefill_size % self.page_size:
@@ -104,6 +119,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
     "schedule_policy": get_args(SchedulePolicy),
+    "eviction_policy": get_args(EvictionPolicy),
     "decode_attention": get_args(AttentionBackendName),
     "prefill_attention": get_args(AttentionBackendName),
     "decode_graph": get_args(GraphMode),
@@ -116,9 +132,14 @@ _POSITIVE = (
     "max_running_requests",
     "max_queued_requests",
     "max_queued_tokens",
+    "policy_window",
     "chunked_prefill_size",
     "max_prefill_tokens",
     "cpu_threads",
 )
-_OPTIONAL = ("max_model_len", "max_total_tokens", "max_queued_tokens", "cpu_threads")
-_SWITCHES = ("prefix_cache", "overlap", "debug_cuda_graph", "row_invariant", "skip_tokenizer")
+_DURATIONS = ("itl_budget_ms", "step_timeout_s")
+LONGEST_DURATION = 1e9
+_OPTIONAL = ("max_model_len", "max_total_tokens", "max_queued_tokens", "itl_budget_ms", "cpu_threads")
+_SWITCHES = (
+    "prefix_cache", "overlap", "priority_preemption", "debug_canary", "debug_cuda_graph", "row_invariant", "skip_tokenizer",
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which prompt tokens join the step being planned, within three budgets: input, chunk and memory.
+"""Which prompt tokens join the step being planned, within the budgets of input, chunk, memory and, if set, latency.
 
 Input bounds the prompt tokens of a step, chunk the step as a whole once a prompt must be cut (the decode rows that share
 the step count in both), memory the pages that everything admitted is expected to need before it ends. One prompt at a
@@ -13,6 +13,7 @@ from enum import Enum
 from ..request import Request
 from .lineup import Lineup
 from .request_memory import RequestMemory
+from .step_times import Allowance
 
 CLIPPED_OUTPUT_TOKENS = 4096  # more output than this is not reserved ahead: it can be retracted for
 SHARED_TOKENS = 32  # so much of an uncached prefix in common is worth a wait of a step or two
@@ -51,6 +52,7 @@ class PrefillAdder:
         ratio: float,
         chunk_tokens: int,
         input_tokens: int,
+        latency: Allowance | None = None,
     ) -> None:
         self._memory = memory
         self._lineup = lineup
@@ -59,6 +61,7 @@ class PrefillAdder:
         # A step full of decode rows must not starve the prompts: one page at least.
         self._chunk_tokens = max(chunk_tokens - num_decode, memory.page_size)
         self._input_tokens = max(input_tokens - num_decode, memory.page_size)
+        self._latency = latency
         self._running = running
         self._reserved_pages: int | None = None  # summed on first need: most steps admit nobody
         self._drain_steps = 0
@@ -67,7 +70,10 @@ class PrefillAdder:
 
     @property
     def has_budget(self) -> bool:
-        return self._chunk_tokens > 0 and self._input_tokens > 0
+        if self._chunk_tokens <= 0 or self._input_tokens <= 0:
+            return False
+        # Whatever the latency: one page at least joins, or a prompt would wait for as long as others decode.
+        return self._latency is None or not self._lineup.extends or self._latency.tokens(0) > 0
 
     @property
     def has_memory(self) -> bool:
@@ -82,7 +88,7 @@ class PrefillAdder:
 
     def continue_chunk(self, request: Request) -> None:
         """Take the next piece of the prompt that is under way. It always moves while a page of room is left."""
-        budget = min(self._chunk_tokens, self._input_tokens)
+        budget = self._budget(request)
         room = request.num_slots + self._memory.num_available_pages * self._memory.page_size - request.num_planned
         self._take(request, min(budget, room))
 
@@ -103,7 +109,7 @@ class PrefillAdder:
             memory.detach_prefix(request)
             return Admission.NO_MEMORY
         num_left = len(request.ids) - request.num_planned
-        budget = min(self._chunk_tokens, self._input_tokens)
+        budget = self._budget(request)
         if num_left > budget and self._floor(request, budget) <= 0:
             memory.detach_prefix(request)
             return Admission.NO_BUDGET
@@ -128,9 +134,19 @@ class PrefillAdder:
         self._memory.grow(request, num_positions)
         if self._reserved_pages is not None:
             self._reserved_pages -= num_pages  # no longer an expectation: these pages are taken
+        if self._latency is not None:
+            self._latency.spend(request.num_planned, num_new)
         self._lineup.extend(request, num_new)
         self._chunk_tokens -= num_new
         self._input_tokens -= num_new
+
+    def _budget(self, request: Request) -> int:
+        """Tokens of `request` that may join, page boundaries aside."""
+        budget = min(self._chunk_tokens, self._input_tokens)
+        if self._latency is None:
+            return budget
+        least = 0 if self._lineup.extends else self._memory.page_size
+        return min(budget, max(self._latency.tokens(request.num_planned), least))
 
     def _floor(self, request: Request, budget: int) -> int:
         """The largest piece within `budget` that ends on a page boundary."""

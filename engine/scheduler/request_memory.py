@@ -6,11 +6,13 @@ request, one step's hold list) and law 6 (only positions of committed steps ente
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..cache.page_allocator import PageAllocator
 from ..cache.radix_cache import RadixCache
+from ..cache.radix_node import EvictionPolicy
 from ..cache.request_table import RequestTable
+from ..errors import MisuseError
 from ..request import Request
 from ..worker import WorkerLimits
 
@@ -36,11 +38,19 @@ class FreedPages:
 class RequestMemory:
     """Rows and pages of one engine."""
 
-    def __init__(self, limits: WorkerLimits, *, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        *,
+        prefix_cache: bool,
+        eviction_policy: EvictionPolicy = "lru",
+        on_pages_home: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """`on_pages_home`: called with pages whenever some become free."""
         self.page_size = limits.page_size
-        self.pages = PageAllocator(limits.num_pages, limits.page_size)
+        self.pages = PageAllocator(limits.num_pages, limits.page_size, on_home=on_pages_home)
         self.rows = RequestTable(limits.num_rows)
-        self.tree = RadixCache(self.pages, limits.page_size, enabled=prefix_cache)
+        self.tree = RadixCache(self.pages, limits.page_size, policy=eviction_policy, enabled=prefix_cache)
 
     @property
     def num_available_pages(self) -> int:
@@ -125,6 +135,13 @@ class RequestMemory:
         own = [page for request in running for page in request.pages[request.node_pages :]]
         self.pages.check([*self.tree.pages(), *own])
 
+    def check_home(self) -> None:
+        """With no request running: every row is free, and every page is free or in the tree. O(1). Raises: MisuseError."""
+        num_rows_out = self.rows.num_rows - self.rows.num_free
+        num_pages_out = self.pages.num_pages - self.num_available_pages
+        if num_rows_out or num_pages_out:
+            raise MisuseError(f"idle, but {num_rows_out} rows and {num_pages_out} pages are not home")
+
     def _insert(self, request: Request) -> int:
         """Insert the committed whole pages; return how many leading pages of the request the tree now owns."""
         assert request.node is not None
@@ -132,7 +149,9 @@ class RequestMemory:
         if num_pages <= request.node_pages:
             return request.node_pages
         ids = request.ids[: num_pages * self.page_size].tobytes()
-        result = self.tree.insert(ids, request.pages[:num_pages], request.salt, last_step=request.last_step)
+        result = self.tree.insert(
+            ids, request.pages[:num_pages], request.salt, last_step=request.last_step, priority=request.priority
+        )
         if result.num_tree_pages == 0:
             return request.node_pages  # no cache: the request goes on owning its pages
         self.tree.lock(result.node)

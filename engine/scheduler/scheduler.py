@@ -9,9 +9,10 @@ what it held is held until that step is committed. Retraction happens only with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from ..cache.radix_node import EvictionPolicy
 from ..config import SchedulePolicy
 from ..errors import MisuseError, Overloaded, RequestError, StepFailed
 from ..outputs import Cancelled, End, Failed, Finished, FinishReason, TokenLogprobs
@@ -23,6 +24,7 @@ from .running_set import RunningSet
 from .sample_notes import gather_sample_inputs
 from .schedule_batch import NoBatch, ScheduleBatch
 from .step_planner import StepPlanner
+from .step_times import StepTimes
 from .waiting_queue import WaitingQueue
 
 
@@ -66,13 +68,19 @@ class Scheduler:
         prefix_cache: bool,
         max_queued_tokens: int | None = None,
         schedule_policy: SchedulePolicy = "fcfs",
+        policy_window: int = 128,
         priority_preemption: bool = False,
+        eviction_policy: EvictionPolicy = "lru",
+        itl_budget_s: float | None = None,
+        on_pages_home: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.limits = limits
-        self.memory = RequestMemory(limits, prefix_cache=prefix_cache)
+        self.memory = RequestMemory(
+            limits, prefix_cache=prefix_cache, eviction_policy=eviction_policy, on_pages_home=on_pages_home
+        )
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
-        self._waiting = WaitingQueue(schedule_policy, self.memory.tree)
+        self._waiting = WaitingQueue(schedule_policy, self.memory.tree, window=policy_window)
         self._deadlines = Deadlines()
         self._running = RunningSet()
         self._planner = StepPlanner(
@@ -82,6 +90,7 @@ class Scheduler:
             chunk_tokens=chunked_prefill_size,
             input_tokens=max_prefill_tokens,
             preempts=priority_preemption,
+            step_times=None if itl_budget_s is None else StepTimes(itl_budget_s),
         )
         self._flights: dict[int, list[Request]] = {}  # requests in row order, by launched step
         self._next_step = 0
@@ -171,12 +180,17 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Prove that every row and page is where it belongs. Raises: MisuseError."""
+        """Prove, page by page, that every row and page is where it belongs. Raises: MisuseError."""
         self.memory.check(self._running)
         if not self.has_work() and not self._flights:
-            self._planner.ratio.reset()
-            if self.memory.rows.num_free != self.memory.rows.num_rows:
-                raise MisuseError("idle, but a row is not home")
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """With nothing to do and nothing in flight: everything is home, by the counts alone, so that the next request
+        does not wait for the proof. Raises: MisuseError.
+        """
+        self._planner.ratio.reset()
+        self.memory.check_home()
 
     # ---- before a step
 
@@ -199,6 +213,11 @@ class Scheduler:
         return batch
 
     # ---- after a step
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Where each step's duration is recorded, if a latency budget is to be kept."""
+        return self._planner.step_times
 
     def commit(self, batch: ScheduleBatch, outcome: StepOutcome) -> list[Update]:
         """Take in what a step computed. Surplus rows are dropped. Returns what to deliver, in row order."""

@@ -12,6 +12,7 @@ from .preemption import victims_for
 from .prefill_adder import Admission, PrefillAdder
 from .request_memory import RequestMemory
 from .running_set import RunningSet
+from .step_times import StepTimes
 from .waiting_queue import WaitingQueue
 
 MAX_DEFERRED = 16  # requests that wait for another's prefix and are passed in one plan
@@ -34,6 +35,7 @@ class StepPlanner:
         chunk_tokens: int,
         input_tokens: int,
         preempts: bool,
+        step_times: StepTimes | None,
     ) -> None:
         self._memory = memory
         self._waiting = waiting
@@ -41,6 +43,7 @@ class StepPlanner:
         self._chunk_tokens = chunk_tokens
         self._input_tokens = input_tokens
         self._preempts = preempts
+        self.step_times = step_times
         self.ratio = NewTokenRatio()
         self.num_drains = 0  # times a plan had to wait for the step in flight
         self.num_retractions = 0
@@ -95,6 +98,7 @@ class StepPlanner:
         memory, prefilling = self._memory, self._running.prefilling
         if prefilling is None and (not self._waiting or not memory.rows.num_free):
             return
+        times = self.step_times if lineup.decodes else None  # nobody waits for the next token of a step without
         adder = PrefillAdder(
             memory,
             lineup,
@@ -102,6 +106,7 @@ class StepPlanner:
             ratio=self.ratio.value,
             chunk_tokens=self._chunk_tokens,
             input_tokens=self._input_tokens,
+            latency=None if times is None else times.allowance(lineup.decodes),
         )
         if prefilling is not None:
             adder.continue_chunk(prefilling)

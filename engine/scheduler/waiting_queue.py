@@ -9,7 +9,7 @@ from ..cache.radix_cache import RadixCache
 from ..config import SchedulePolicy
 from ..request import Request
 
-WINDOW = 128  # how many of the oldest are ranked by their prefix; matching all that wait would cost milliseconds
+WINDOW = 128  # so many of the oldest are ranked by their prefix; matching all that wait would cost milliseconds
 MAX_PASSED = 512  # so many later arrivals may go before the oldest; then it is its turn
 
 
@@ -17,12 +17,13 @@ class WaitingQueue:
     """The waiting requests under one policy.
 
     `fcfs`: by arrival. `priority`: highest first, equals by arrival. `lpm` (longest prefix match) and `shortest-prefill`
-    rank the oldest `WINDOW` by what the prefix tree has of them; a match is repeated only when the tree has changed.
+    rank the oldest `window` by what the prefix tree has of them; a match is repeated only when the tree has changed.
     A retracted request comes back with its old place of arrival.
     """
 
-    def __init__(self, policy: SchedulePolicy, tree: RadixCache) -> None:
+    def __init__(self, policy: SchedulePolicy, tree: RadixCache, *, window: int = WINDOW) -> None:
         self._policy = policy
+        self._window = window
         self._tree = tree
         self._keys: list[tuple[int, int]] = []  # (rank, arrival), sorted
         self._requests: dict[int, Request] = {}  # by arrival
@@ -83,7 +84,7 @@ class WaitingQueue:
         if self._num_passed >= MAX_PASSED and self._keys:
             oldest = requests[self._keys[0][1]]
             ranked = [oldest, *(request for request in ranked if request is not oldest)]
-        ranked.extend(requests[arrival] for _, arrival in self._keys[WINDOW : WINDOW + count - len(ranked)])
+        ranked.extend(requests[arrival] for _, arrival in self._keys[self._window : self._window + count - len(ranked)])
         return ranked
 
     def _key(self, request: Request) -> tuple[int, int]:
@@ -95,7 +96,7 @@ class WaitingQueue:
             self._matches.clear()
             self._ranking = None
         if self._ranking is None:
-            window = [self._requests[arrival] for _, arrival in self._keys[:WINDOW]]
+            window = [self._requests[arrival] for _, arrival in self._keys[: self._window]]
             for request in window:
                 if request.arrival not in self._matches:
                     ids = request.ids[:-1].tobytes()

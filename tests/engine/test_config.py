@@ -55,7 +55,10 @@ def test_nothing_but_a_config_error_that_names_a_field_ever_comes_out(settings: 
         ("kv_memory_fraction", 0), ("kv_memory_fraction", 1.01), ("kv_memory_fraction", float("nan")),
         ("kv_memory_fraction", True), ("kv_memory_fraction", "0.9"), ("kv_memory_fraction", None),
         ("overlap", "no"), ("overlap", 1), ("prefix_cache", None), ("row_invariant", 0), ("skip_tokenizer", "x"),
-        ("debug_cuda_graph", 1), ("chat_template", 5), ("chat_template", b"x"),
+        ("policy_window", 0), ("priority_preemption", True), ("priority_preemption", 1), ("eviction_policy", "mru"),
+        ("itl_budget_ms", 0), ("itl_budget_ms", float("nan")), ("itl_budget_ms", True), ("itl_budget_ms", "20"),
+        ("step_timeout_s", None), ("step_timeout_s", -1.0), ("step_timeout_s", float("inf")), ("debug_canary", "yes"),
+        pytest.param("itl_budget_ms", 10**5000, id="itl_budget_ms-huge"), ("debug_cuda_graph", 1), ("chat_template", 5), ("chat_template", b"x"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_under_its_own_name(name: str, value: object) -> None:
@@ -66,7 +69,7 @@ def test_a_wrong_value_is_refused_under_its_own_name(name: str, value: object) -
 
 
 @pytest.mark.parametrize(
-    "name", ["max_model_len", "max_total_tokens", "max_queued_tokens", "cpu_threads", "chat_template"]
+    "name", ["max_model_len", "max_total_tokens", "max_queued_tokens", "itl_budget_ms", "cpu_threads", "chat_template"]
 )
 def test_what_is_derived_at_start_may_be_left_open(name: str) -> None:
     assert getattr(EngineConfig(model="m", **{name: None}), name) is None  # type: ignore[arg-type]

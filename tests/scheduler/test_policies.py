@@ -131,6 +131,15 @@ def test_only_the_oldest_are_ranked_and_the_others_follow_by_arrival() -> None:
     assert order[WINDOW:] == list(range(WINDOW, WINDOW + 20))
 
 
+def test_how_many_are_ranked_is_a_setting() -> None:
+    s = Setting("lpm")
+    s.cache([1, 2, 3])
+    queue = WaitingQueue("lpm", s.tree, window=2)
+    for arrival in range(5):
+        queue.add(waiting(arrival, [1, 2, 3, 4] if arrival % 2 else [9]))
+    assert [request.arrival for request in queue.first(9)] == [1, 0, 2, 3, 4]
+
+
 def test_the_oldest_has_its_turn_after_enough_have_passed_it() -> None:
     s = Setting("shortest-prefill")
     s.queue.add(waiting(0, [9] * 50))

@@ -20,6 +20,7 @@ import torch
 
 from ..engine.attention.backend import AttentionSpec
 from ..engine.attention.registry import make_backend, resolve_name
+from ..engine.config import AttentionBackendName
 from ..engine.forward.eager_runner import EagerRunner
 from ..engine.forward.forward_batch import ForwardBatch
 from ..engine.forward.kv_pool import KVPool, KVShape
@@ -77,22 +78,23 @@ class PrefillBench:
 
     def runners(self) -> dict[str, Runner]:
         """Every way to run a prefill here, graphs captured."""
-        triton = make_backend("triton", self.spec, field="decode_attention")
         best = resolve_name("auto", self.spec, phase="prefill")
-        extend = triton if best == "triton" else make_backend(best, self.spec, field="prefill_attention")
         made: dict[str, Runner] = {}
-        for name, backend in {str(best): extend, "triton": triton}.items():
-            made[f"eager, {name}"] = EagerRunner(
-                self.model, self.pool, decode_attention=triton, extend_attention=backend
+        names: tuple[AttentionBackendName, ...] = (best, "triton")
+        for eager_name in dict.fromkeys(names):
+            eager = self.attention(eager_name, has_short=False)
+            made[f"eager, {eager_name}"] = EagerRunner(
+                self.model, self.pool, decode_attention=eager.decode, extend_attention=eager.extend
             )
         pool = GraphPool(self.device)
-        single = PrefillAttention(decode=triton, extend=extend)
-        variants: dict[str, tuple[PrefillAttention, Sequence[Kind]]] = {
-            f"breakable, {best}": (single, ["breakable"]),
-            f"whole, {best}": (single, single.kinds("full")),
-            "whole, triton": (PrefillAttention(decode=triton, extend=triton), ["extend", "mixed"]),
-            "auto": (PrefillAttention(decode=triton, extend=extend, short=triton), single.kinds("full")),
-        }
+        variants: dict[str, tuple[PrefillAttention, Sequence[Kind]]] = {}
+        # Every runner has backends of its own: a backend's graphs share one state.
+        for name, extend_name, short in (("breakable", best, False), ("whole", best, False), ("auto", best, True)):
+            attention = self.attention(extend_name, has_short=short)
+            kinds = attention.kinds("breakable" if name == "breakable" else "full")
+            variants[name if name == "auto" else f"{name}, {extend_name}"] = attention, kinds
+        whole = self.attention("triton", has_short=False)
+        variants["whole, triton"] = whole, whole.kinds("full")
         for name, (attention, kinds) in variants.items():
             graphs = PrefillGraphRunner(
                 self.model,
@@ -111,6 +113,12 @@ class PrefillBench:
             )
             made[name] = graphs
         return made
+
+    def attention(self, extend: AttentionBackendName, *, has_short: bool) -> PrefillAttention:
+        """Backends of one runner, decode by Triton."""
+        triton = make_backend("triton", self.spec, field="decode_attention")
+        made = triton if extend == "triton" else make_backend(extend, self.spec, field="prefill_attention")
+        return PrefillAttention(decode=triton, extend=made, short=triton if has_short else None)
 
     def stage(self, prompts: Sequence[int], num_decode: int = 0) -> tuple[ScheduleBatch, StagedStep]:
         """A step of `num_decode` rows of 100 tokens and of new prompts, staged in pinned memory."""

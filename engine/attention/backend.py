@@ -123,7 +123,7 @@ class AttentionBackend(Protocol):
         ...
 
     def graph_state(self, largest: GraphBucket, page_table: torch.Tensor) -> GraphState:
-        """Make, once, the buffers that all buckets share. `page_table`: leased from the row state."""
+        """Make the buffers that all buckets share; once, or MisuseError. `page_table`: leased from the row state."""
         ...
 
     def prepare_capture(self, bucket: GraphBucket) -> AttentionPlan:

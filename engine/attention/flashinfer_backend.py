@@ -103,6 +103,8 @@ class FlashInferBackend:
     def graph_state(self, largest: GraphBucket, page_table: torch.Tensor) -> GraphState:
         if self._long != "fa3":
             raise MisuseError(f"attention backend {_NAME!r} cannot stand inside a graph without FlashAttention-3")
+        if self._graph is not None:
+            raise MisuseError("graphs of this backend read the state that was made first")
         self._graph = _GraphPlans(self._spec, self._workspace, largest, page_table)
         return self._graph
 

@@ -68,6 +68,8 @@ class TritonBackend:
         )
 
     def graph_state(self, largest: GraphBucket, page_table: torch.Tensor) -> GraphRows:
+        if self._slots is not None:
+            raise MisuseError("graphs of this backend read the state that was made first")
         self._slots = GraphRows.make(
             num_decode=largest.num_decode, num_extend=largest.num_extend, device=self._spec.device
         )

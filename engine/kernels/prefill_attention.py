@@ -55,7 +55,8 @@ def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, query_start_ptr, seq_lens_ptr,
     num_rows, scale, q_stride, out_stride, table_stride,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, UNMASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     kv_head = head // G
@@ -86,7 +87,8 @@ def _prefill_kernel(
         weight = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, D], tl.float32)
         first_position = query_start + tile * BM + shift
-        free = (first_position + 1) // BN * BN
+        # What is masked is compiled otherwise: in row-invariant mode every block goes the same way, wherever a tile begins.
+        free = (first_position + 1) // BN * BN if UNMASKED else 0
         last = tl.minimum(seq_len, first_position + BM)
         k_head = k_ptr + kv_head * D
         v_head = v_ptr + kv_head * D
@@ -123,8 +125,8 @@ def prefill_attention(
     tokens; out [T, Hq, D].
     The grid depends on T and B only: requests without new tokens and tokens after query_start[B] are padding, and the
     rows of `out` that belong to them are not written. `max_rows`: the most there will ever be, so that the kernel is
-    compiled for few and for many rows, instead of for every power of two. `row_invariant`: one tiling whatever T is, so
-    that a token's result does not depend on the step it is computed in.
+    compiled for few and for many rows, instead of for every power of two. `row_invariant`: one tiling and
+    one order of operations whatever the step is, so that a token's result does not depend on it.
     """
     tokens, heads, head_dim = q.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
@@ -143,6 +145,6 @@ def prefill_attention(
             (head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
             q.stride(0), out.stride(0), page_table.stride(0),
             HK=num_kv_heads, G=heads // num_kv_heads, D=head_dim, PAGE=page_size, ROWS=row_block,
-            BM=block_m, BN=64, STAGES=5, PDL=DEPENDENT, num_warps=num_warps, launch_pdl=DEPENDENT,
+            BM=block_m, BN=64, STAGES=5, UNMASKED=not row_invariant, PDL=DEPENDENT, num_warps=num_warps, launch_pdl=DEPENDENT,
         )  # fmt: skip
     return out

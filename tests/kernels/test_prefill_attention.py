@@ -51,3 +51,17 @@ def test_a_head_dim_that_is_no_power_of_two_is_refused():
     cache, one = torch.zeros(1, 1, 1, 24), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="head_dim 24"):
         prefill_attention(torch.zeros(1, 1, 24), cache, cache, one[None], one, torch.tensor([0, 1]), one)
+
+
+def test_row_invariant_tokens_do_not_depend_on_how_a_prompt_is_cut():
+    cache = torch.randn(12, 16, 1, 16)
+    table, row = (torch.randperm(11).int() + 1)[None], torch.zeros(1, dtype=torch.int32)
+    q = torch.randn(170, 2, 16)
+
+    def attend(first, last):
+        start, length = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
+        return prefill_attention(q[first:last], cache, cache, table, row, start, length, row_invariant=True)
+
+    whole = attend(0, 170)
+    for first, last in ((0, 50), (50, 170), (101, 102)):
+        assert torch.equal(attend(first, last), whole[first:last])

@@ -91,8 +91,8 @@ class PrefillBench:
         # Every runner has backends of its own: a backend's graphs share one state.
         for name, extend_name, short in (("breakable", best, False), ("whole", best, False), ("auto", best, True)):
             attention = self.attention(extend_name, has_short=short)
-            kinds = attention.kinds("breakable" if name == "breakable" else "full")
-            variants[name if name == "auto" else f"{name}, {extend_name}"] = attention, kinds
+            label = name if name == "auto" else f"{name}, {extend_name}"
+            variants[label] = attention, attention.kinds("breakable" if name == "breakable" else "full")
         whole = self.attention("triton", has_short=False)
         variants["whole, triton"] = whole, whole.kinds("full")
         for name, (attention, kinds) in variants.items():

@@ -25,8 +25,13 @@ from .progress import Progress
 from .settings import FrontSettings
 from .web_page import page_routes
 
-PAGE_ROUTES = page_routes()  # a page cannot send its key before it is there
-OPEN_PATHS = frozenset(each.path for each in (*PAGE_ROUTES, *(each for each in OPERATIONS if each.is_open)))
+PAGE_ROUTES = page_routes()
+OPEN_PATHS = frozenset(
+    [
+        *(route.path for route in PAGE_ROUTES),  # a page cannot send its key before it is there
+        *(each.path for each in OPERATIONS if each.is_open),  # probes and scrapers carry none
+    ]
+)
 ADMIN_PATHS = frozenset(each.path for each in OPERATIONS if each.is_admin)
 
 

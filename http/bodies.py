@@ -11,6 +11,7 @@ from ..engine.errors import RequestError
 from ..engine.sampling_params import SamplingParams
 
 MAX_N = 128
+MAX_DEADLINE_S = 1e6
 HINTS = frozenset(
     {
         "metadata",
@@ -45,7 +46,6 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
@@ -155,6 +155,7 @@ Prompt = Annotated[
     PlainValidator(_prompt),
     WithJsonSchema({"anyOf": [*_TEXT_FORMS, *_ID_FORMS]}),
 ]
+DeadlineSeconds = Annotated[float | None, Field(ge=0, le=MAX_DEADLINE_S)]  # from the request's arrival
 RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]  # it goes into a header
 
 
@@ -191,6 +192,8 @@ class GenerationBody(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     request_id: RequestId | None = None
+    priority: int = 0
+    deadline_s: DeadlineSeconds = None
 
     @model_validator(mode="before")
     @classmethod

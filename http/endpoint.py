@@ -18,7 +18,7 @@ from .failures import reported
 from .frames import Shape
 from .front import Front
 from .sse import SseResponse
-from .submission import Job
+from .submission import Job, Urgency
 from .whole import whole_answer
 
 Handler = Callable[[Front, "Call"], Awaitable[Response]]
@@ -49,6 +49,10 @@ class Call:
     request_id: str
     accepted_at: float
     names: dict[str, str] = field(default_factory=dict)
+
+    def urgency(self, priority: int, deadline_s: float | None) -> Urgency:
+        """The body's wishes; its deadline counts from the request's arrival."""
+        return Urgency(priority=priority, deadline_at=None if deadline_s is None else self.accepted_at + deadline_s)
 
 
 class Endpoint:

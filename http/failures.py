@@ -97,6 +97,15 @@ def _http_exception(error: HTTPException) -> Failure:
 
 
 def _request_error(error: RequestError) -> Failure:
+    if error.code == "timeout":
+        return Failure(
+            status=408,
+            kind="timeout_error",
+            message=str(error),
+            param=error.param,
+            code="timeout",
+            headers={"x-should-retry": "false"},  # the time that the client gave is over
+        )
     return Failure(
         status=400,
         kind="invalid_request_error",

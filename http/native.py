@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ..engine.errors import MisuseError, RequestError
 from ..engine.outputs import Finished, Usage
 from ..engine.sampling_params import SamplingParams
-from .bodies import ChatMessage, IdPrompt, RequestId, Stop, Strict, TextPrompt
+from .bodies import ChatMessage, DeadlineSeconds, IdPrompt, RequestId, Stop, Strict, TextPrompt
 from .endpoint import Call, answer, json_response
 from .frames import TEXT, Collected, PlainEnding, Template, event, template
 from .front import Front
@@ -53,6 +53,8 @@ class GenerateBody(Strict):
     sampling_params: NativeSampling = Field(default_factory=NativeSampling)
     stream: bool = False
     rid: RequestId | None = None
+    priority: int = 0
+    deadline_s: DeadlineSeconds = None
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> GenerateBody:
@@ -94,7 +96,8 @@ async def generate(front: Front, call: Call) -> Response:
         prompts = await encode_prompts(front, body.input_ids or [], param="input_ids")
     if len(prompts) > front.settings.max_choices:
         raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="prompt")
-    jobs = [Job(prompt_ids=prompt_ids, params=params) for prompt_ids in prompts]
+    urgency = call.urgency(body.priority, body.deadline_s)
+    jobs = [Job(prompt_ids=prompt_ids, params=params, urgency=urgency) for prompt_ids in prompts]
     prompt_is_list = isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[0], list))
     shape = NativeShape(call.request_id, is_list=prompt_is_list)
     return await answer(front, call, shape, jobs, stream=body.stream)

@@ -33,8 +33,9 @@ async def chat_completions(front: Front, call: Call) -> Response:
         continue_final_message=body.continue_final_message,
         extra=body.chat_template_kwargs,
     )
+    urgency = call.urgency(body.priority, body.deadline_s)
     jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0)
+        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency)
         for choice, choice_params in enumerate(params)
     ]
     return await answer(front, call, shape, jobs, stream=body.stream)
@@ -61,19 +62,16 @@ class ChatShape(OpenAiShape):
         return _choice(index, {"content": text} if end is None else {}, end)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return self.body(
-            [
-                {
-                    "index": choice.index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": choice.end.reason,
-                    "stop_reason": choice.end.stop_reason,
-                }
-                for choice in choices
-            ],
-            usage,
-        )
+        return self.body([self._message(choice, self.told(choice.end)) for choice in choices], usage)
+
+    def _message(self, choice: Collected, end: Finished) -> dict[str, object]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": end.reason,
+            "stop_reason": end.stop_reason,
+        }
 
 
 def _choice(index: int, delta: dict[str, object], end: Finished | None) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import orjson
 from starlette.responses import Response
@@ -33,8 +34,9 @@ async def completions(front: Front, call: Call) -> Response:
     prompts = await encode_prompts(front, body.prompt)
     if len(prompts) * body.n > front.settings.max_choices:
         raise RequestError(f"at most {front.settings.max_choices} choices a request", param="n")
+    urgency = call.urgency(body.priority, body.deadline_s)
     jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0)
+        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency)
         for prompt_ids in prompts
         for choice, choice_params in enumerate(params)
     ]
@@ -49,7 +51,16 @@ class OpenAiShape(PlainEnding, ABC):
     def __init__(self, body: GenerationBody, *, response_id: str, model: str, kind: str) -> None:
         self._counts_usage = body.continuous_usage
         self._includes_usage = body.include_usage
+        self._own_stop_ids = frozenset(body.stop_token_ids)
         self._base = {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
+
+    def told(self, end: Finished) -> Finished:
+        """An end in OpenAI's words: a deadline cuts like a length, and the model's own end id is no stop to name."""
+        if end.reason == "deadline":
+            return replace(end, reason="length", stop_reason="deadline")
+        if isinstance(end.stop_reason, int) and end.stop_reason not in self._own_stop_ids:
+            return replace(end, stop_reason=None)
+        return end
 
     @abstractmethod
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
@@ -69,7 +80,7 @@ class OpenAiShape(PlainEnding, ABC):
         return event(self.chunk([self.piece(index, text, None)], usage()))
 
     def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
-        return event(self.chunk([self.piece(index, "", end)], usage() if self._counts_usage else None))
+        return event(self.chunk([self.piece(index, "", self.told(end))], usage() if self._counts_usage else None))
 
     def ending(self, usage: Usage) -> bytes:
         return (event(self.chunk([], usage)) if self._includes_usage else b"") + DONE
@@ -102,4 +113,4 @@ class CompletionShape(OpenAiShape):
         return piece
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return self.body([self.piece(choice.index, choice.text, choice.end) for choice in choices], usage)
+        return self.body([self.piece(choice.index, choice.text, self.told(choice.end)) for choice in choices], usage)

@@ -85,7 +85,7 @@ _ERRORS = {
     "400": "a field is wrong; `param` names it",
     "401": "the key is missing or wrong",
     "404": "no such model",
-    "408": "the body did not arrive in time",
+    "408": "the body did not arrive in time, or the request's own deadline passed while it waited",
     "413": "the body is too large",
     "429": "the queue is full; see Retry-After",
     "500": "the request failed here",

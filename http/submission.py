@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from ..engine.engine import RequestHandle
 from ..engine.outputs import Cancelled, End, Failed, Finished, Sink, Usage
@@ -13,12 +14,25 @@ from .front import Front
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Urgency:
+    """How a request stands among others. `deadline_at` is a time of `perf_counter`."""
+
+    priority: int = 0
+    deadline_at: float | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.deadline_at is None else max(0.0, self.deadline_at - perf_counter())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One choice to generate. A prompt with several choices has several jobs, of which one counts its tokens."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     counts_prompt: bool = True
+    urgency: Urgency = Urgency()
 
 
 def total_usage(jobs: Sequence[Job], usages: Sequence[Usage]) -> Usage:
@@ -44,7 +58,16 @@ class Submission:
         front.check_open()
         try:
             for job, sink in zip(jobs, sinks, strict=True):
-                self._handles.append(front.engine.submit(job.prompt_ids, job.params, sink, request_id=request_id))
+                urgency = job.urgency
+                handle = front.engine.submit(
+                    job.prompt_ids,
+                    job.params,
+                    sink,
+                    request_id=request_id,
+                    priority=urgency.priority,
+                    deadline_s=urgency.seconds_left,
+                )
+                self._handles.append(handle)
         except BaseException:
             self.abort()
             raise

@@ -222,6 +222,7 @@ async def serving(tokenizer: TextTokenizer) -> AsyncIterator[Callable[..., Any]]
             script: Script | None = None,
             *,
             num_pages: int = 256,
+            num_rows: int = 64,
             max_model_len: int = MAX_MODEL_LEN,
             with_tokenizer: bool = True,
             front: FrontSettings | None = None,
@@ -230,7 +231,7 @@ async def serving(tokenizer: TextTokenizer) -> AsyncIterator[Callable[..., Any]]
             **app_settings: Any,
         ) -> AsyncIterator[Served]:
             limits = WorkerLimits(
-                num_pages=num_pages, page_size=4, num_rows=64, max_model_len=max_model_len, vocab_size=300
+                num_pages=num_pages, page_size=4, num_rows=num_rows, max_model_len=max_model_len, vocab_size=300
             )
             worker = ScriptedWorker(limits, script)
             settings = {"page_size": 4, "chunked_prefill_size": 256, **(engine_settings or {})}

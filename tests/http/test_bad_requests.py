@@ -36,7 +36,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("reasoning_effort", "high"),
     ("prompt_logprobs", 1),
     ("request_id", "a\r\nset-cookie: b"),
-    ("priority", 3),
+    ("priority", "3"),
     ("wat", 1),
     ("__class__", "x"),
     ("ignore_eos", "true"),

@@ -19,7 +19,7 @@ data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny",
 
 data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"b","logprobs":null,"finish_reason":null}]}
 
-data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop","stop_reason":0}]}
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop","stop_reason":null}]}
 
 data: [DONE]
 

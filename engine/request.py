@@ -48,6 +48,7 @@ class Request:
         "deadline",
         "decoding",
         "fault",
+        "first_step",
         "ids",
         "last_step",
         "max_total_tokens",
@@ -119,6 +120,7 @@ class Request:
         self.state = RequestState.WAITING
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
         self.num_retractions = 0
+        self.first_step = -1  # the step that it was first admitted to: the end of its time in the queue
         self.row = 0
         self.node: RadixNode | None = None  # the locked node that ends this request's share of the tree
         self.node_pages = 0  # how many of the leading `pages` the tree owns; the others are this request's own

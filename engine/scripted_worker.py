@@ -7,10 +7,8 @@ away or clobbered too early shows as a wrong token or an error. What it does not
 
 from __future__ import annotations
 
-import asyncio
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +19,7 @@ from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
 from .scheduler.schedule_batch import ScheduleBatch
 from .scripted_draw import ScriptedDraw, scripted_prompt_logprobs
+from .scripted_lanes import TimerLane, TurnLane
 from .worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 
 TokenOf = Callable[[int, Sequence[int]], int]
@@ -32,10 +31,12 @@ class Script:
     """What happens, and when. Times are in seconds, steps are numbers as in ScheduleBatch.
 
     With `step_time_s` None the lane runs on turns of the event loop: forward N+1 is still pending when N is committed, and
-    a test without a clock sees the same order every time. Otherwise a lane thread sleeps that long for each forward.
+    a test without a clock sees the same order every time. Otherwise a lane thread sleeps that long for each forward. With
+    `cost_s` a forward takes what that says, on the event loop's clock and without a thread.
     """
 
     step_time_s: float | None = None
+    cost_s: Callable[[ScheduleBatch], float] | None = None
     token_of: TokenOf | None = None  # (seed, history) → id; by default a hash of both
     launch_cost_s: float = 0.0  # the loop thread is busy that long in each launch
     late_turns: Callable[[int], int] = lambda step: 0  # turns of the loop by which a step's results come late
@@ -59,31 +60,6 @@ class _Cell(NamedTuple):
     chain: int
 
 
-class TurnLane:
-    """A lane that runs one job a turn of the event loop."""
-
-    def __init__(self) -> None:
-        self.name = "turns"
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._is_scheduled = False
-
-    def submit(self, fn: Callable[[], None]) -> None:
-        self._jobs.append(fn)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._run_one)
-
-    def close(self) -> None:
-        self._jobs.clear()
-
-    def _run_one(self) -> None:
-        if not self._jobs:
-            self._is_scheduled = False
-            return
-        asyncio.get_running_loop().call_soon(self._run_one)
-        self._jobs.popleft()()
-
-
 class ScriptedWorker:
     """A Worker that follows a Script."""
 
@@ -92,7 +68,7 @@ class ScriptedWorker:
         self.script = script if script is not None else Script()
         self.last_committed = -1
         self.marks = MarkSwitch()
-        self._lane: TurnLane | HostLane | None = None
+        self._lane: TurnLane | TimerLane | HostLane | None = None
         self._table = [
             array("i", [0]) * (limits.max_model_len // limits.page_size + 1) for _ in range(limits.num_rows + 1)
         ]
@@ -101,7 +77,10 @@ class ScriptedWorker:
         self._relay = [0] * (limits.num_rows + 1)
 
     async def start(self) -> WorkerLimits:
-        self._lane = TurnLane() if self.script.step_time_s is None else HostLane("scripted")
+        if self.script.cost_s is not None:
+            self._lane = TimerLane()
+        else:
+            self._lane = TurnLane() if self.script.step_time_s is None else HostLane("scripted")
         return self.limits
 
     async def aclose(self) -> None:
@@ -123,7 +102,11 @@ class ScriptedWorker:
         outcome: Ticket[StepOutcome] = Ticket()
         chains: dict[int, int | Exception] = {}
         marks = self.marks.marks
-        lane.submit(_marked(marks, FORWARD, batch.step, lambda: self._forward(batch, chains)))
+        forward = _marked(marks, FORWARD, batch.step, lambda: self._forward(batch, chains))
+        if isinstance(lane, TimerLane):
+            lane.submit(forward, script.cost_s(batch) if script.cost_s is not None else 0.0)
+        else:
+            lane.submit(forward)
 
         def resolve(inputs: SampleInputs) -> None:
             if batch.step in script.resolve_faults:
@@ -139,7 +122,17 @@ class ScriptedWorker:
 
         return Launched(batch, outcome, resolve)
 
+    def poison(self, pages: Sequence[int]) -> None:
+        if self._lane is not None:
+            spoiled = tuple(pages)
+            self._lane.submit(lambda: self._spoil(spoiled))
+
     # ---- on the lane
+
+    def _spoil(self, pages: Sequence[int]) -> None:
+        size = self.limits.page_size
+        for page in pages:
+            self._cells[page * size : (page + 1) * size] = [None] * size
 
     def _forward(self, batch: ScheduleBatch, chains: dict[int, int | Exception]) -> None:
         """Apply the table writes, write the new positions, and leave each row's history hash in `chains`."""

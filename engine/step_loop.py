@@ -20,6 +20,7 @@ from ..streams.marks import MarkSwitch
 from .errors import EngineDead, MisuseError, StepFailed
 from .scheduler.schedule_batch import NoBatch, ScheduleBatch
 from .scheduler.scheduler import Scheduler, Update
+from .step_watch import StepWatch
 from .worker import Launched, Worker
 
 
@@ -32,6 +33,7 @@ class StepLoop:
         worker: Worker,
         *,
         overlap: bool,
+        step_timeout_s: float = 600.0,
         marks: MarkSwitch | None = None,
         after_commit: Callable[[], None] | None = None,
     ) -> None:
@@ -42,6 +44,9 @@ class StepLoop:
         self._after_commit = after_commit  # tests prove the laws of ownership here, after every step
         self._wake = asyncio.Event()
         self._closing = False
+        self._is_paused = False
+        self._watch = StepWatch(lambda: self.clock(), timeout_s=step_timeout_s, times=scheduler.step_times)
+        self.still = asyncio.Event()  # set while nothing is in flight and nothing will be: idle, paused, or over
         self.idle = asyncio.Event()  # set while nothing is waiting, running or in flight, and once `run` is over
         self.clock: Callable[[], float] = time.monotonic  # deadlines are times of this clock
         self.num_settled = 0  # steps committed or failed: grows while there is progress
@@ -56,22 +61,35 @@ class StepLoop:
         self._closing = True
         self._wake.set()
 
+    async def pause(self) -> None:
+        """Launch nothing more until `resume`. Returns when nothing is in flight; deadlines wait as well."""
+        self._is_paused = True
+        self._wake.set()
+        await self.still.wait()
+
+    def resume(self) -> None:
+        """Go on after a pause. Does nothing without one."""
+        self._is_paused = False
+        self._wake.set()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
     async def run(self) -> None:
         """Run the timeline above, over and over. Returns once closed and nothing is in flight."""
         try:
             await self._run()
         finally:
             self.idle.set()  # whoever waits for the end of the work has it, one way or the other
+            self.still.set()
 
     async def _run(self) -> None:
         scheduler = self._scheduler
         pending: Launched | None = None
         while not (self._closing and pending is None):
-            if pending is None and not scheduler.has_work():
-                scheduler.check()
-                self._wake.clear()  # nothing is awaited between has_work() and here
-                self.idle.set()
-                await self._wake.wait()
+            if pending is None and (self._is_paused or not scheduler.has_work()):
+                await self._rest()
                 continue
             self.idle.clear()
             if scheduler.has_deadlines:
@@ -85,13 +103,24 @@ class StepLoop:
             launched = self._launch(plan) if isinstance(plan, ScheduleBatch) else None
             if pending is not None:
                 await self._settle(pending)
-            elif plan is NoBatch.NOTHING and scheduler.has_work():
-                raise MisuseError(f"nothing is in flight and nothing can run: {scheduler.stats}")
+            elif plan is NoBatch.NOTHING and scheduler.has_work() and not self._is_paused:
+                raise MisuseError(f"nothing is in flight and nothing can run: {scheduler.why_nothing_runs()}")
             if launched is not None and launched.error is not None:
                 await self._settle(launched)  # a step that never started is failed before the next plan
                 launched = None
             await asyncio.sleep(0)  # one real turn of the loop, always: the clients' turn
             pending = launched
+
+    async def _rest(self) -> None:
+        """Wait until there may be something to do."""
+        self._wake.clear()  # nothing is awaited between the look for work and here
+        self._watch.rest()
+        if not self._scheduler.has_work():
+            self._scheduler.check_idle()
+            self.idle.set()
+        self.still.set()
+        await self._wake.wait()
+        self.still.clear()
 
     def _resolve(self, pending: Launched) -> None:
         marks = self._switch.marks
@@ -108,13 +137,15 @@ class StepLoop:
     def _plan(self, pending: Launched | None) -> ScheduleBatch | NoBatch:
         marks, step = self._switch.marks, self._scheduler.next_step
         mark = marks.start(phases.SCHEDULE, step)
-        plan = NoBatch.NOTHING if self._closing else self._scheduler.plan(pending.batch if pending else None)
+        is_over = self._closing or self._is_paused
+        plan = NoBatch.NOTHING if is_over else self._scheduler.plan(pending.batch if pending else None)
         marks.end(mark)
         return plan
 
     def _launch(self, batch: ScheduleBatch) -> Launched:
         marks = self._switch.marks
         mark = marks.start(phases.LAUNCH, batch.step, batch.num_rows, batch.num_tokens)
+        self._watch.begin()
         try:
             return self._worker.launch(batch)
         except EngineDead:
@@ -132,7 +163,7 @@ class StepLoop:
         outcome, error = None, launched.error
         if launched.outcome is not None and error is None:
             try:
-                outcome = await launched.outcome
+                outcome = await self._watch.outcome_of(launched)
             except EngineDead:
                 raise
             except Exception as raised:

@@ -5,7 +5,7 @@ The scheduler's half above knows only this file. Below it stands a real worker (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -111,6 +111,10 @@ class Worker(Protocol):
 
     def committed(self, step: int) -> None:
         """Step `step` is committed: its staging slots and holds may be reused."""
+        ...
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Spoil what is in these free pages, behind every step launched so far: whoever reads them later shows it."""
         ...
 
     async def aclose(self) -> None:

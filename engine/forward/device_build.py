@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..loader.model_config import ModelConfig
 from ..sampling.sampler import Sampler
 from ..worker import WorkerLimits
 from .model_runner import ModelRunner
+from .page_canary import PageCanary
 from .placement import Placement
 from .row_samplings import RowSamplings
 from .torch_step import TorchParts, TorchStep
@@ -43,6 +45,8 @@ class DeviceBuild:
     compute: Lane
     copy: Lane
     limits: WorkerLimits
+    canary: PageCanary
+    num_forwards: Counter[str]  # by the runner that computed them
 
     @classmethod
     def make_blocking(cls, config: EngineConfig, folder: Path) -> DeviceBuild:
@@ -110,7 +114,13 @@ def _on_cpu(
     # On the thread that computes: OpenMP keeps the number by thread.
     lane.submit(lambda: torch.set_num_threads(placement.num_threads))
     return DeviceBuild(
-        make_step=lambda batch, slot: TorchStep(parts, batch, slot), ring=ring, compute=lane, copy=lane, limits=limits
+        make_step=lambda batch, slot: TorchStep(parts, batch, slot),
+        ring=ring,
+        compute=lane,
+        copy=lane,
+        limits=limits,
+        canary=PageCanary(runner.kv_pool, lane),
+        num_forwards=runner.num_forwards,
     )
 
 
@@ -124,11 +134,14 @@ def _on_cuda(
 
     device = placement.device
     parts = build_cuda_parts(config, runner, device, stage)
-    compute, copy = distinct_streams(2, device)
+    compute_stream, copy_stream = distinct_streams(2, device)
+    compute = CudaLane("compute", device, stream=compute_stream)
     return DeviceBuild(
         make_step=lambda batch, slot: CudaStep(parts, batch, slot),
         ring=ring,
-        compute=CudaLane("compute", device, stream=compute),
-        copy=CudaLane("copy", device, stream=copy),
+        compute=compute,
+        copy=CudaLane("copy", device, stream=copy_stream),
         limits=_limits(config, parts.runner, memory_table=parts.memory_table),
+        canary=PageCanary(parts.runner.kv_pool, compute),
+        num_forwards=parts.runner.num_forwards,
     )

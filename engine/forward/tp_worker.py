@@ -10,6 +10,7 @@ On the CPU one worker thread is both lanes. Tensor parallelism will add ranks he
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,7 +75,13 @@ class TpWorker:
             if launched.outcome is not None:
                 await launched.outcome
             self.committed(batch.step)
+        built.num_forwards.clear()
         return built.limits
+
+    @property
+    def num_forwards(self) -> Mapping[str, int]:
+        """Forwards since the start, by the runner that computed them: what went through a graph, what did not."""
+        return {} if self._built is None else self._built.num_forwards
 
     def launch(self, batch: ScheduleBatch) -> Launched:
         """Stage the step and submit its forward. Raises MisuseError if more steps are open than there are staging
@@ -87,6 +94,7 @@ class TpWorker:
         marks.end(mark)
         if marks.is_on:
             step = MarkedStep(step, marks, batch.step)
+        built.canary.clean(batch)
         built.compute.submit(step.forward)
         outcome: Ticket[StepOutcome] = Ticket()
         return Launched(batch, outcome, lambda inputs: self._resolve(step, inputs, outcome))
@@ -94,6 +102,10 @@ class TpWorker:
     def committed(self, step: int) -> None:
         """The step's staging slot comes back."""
         self._ready().ring.release(step)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill these free pages with NaN, behind every step launched so far."""
+        self._ready().canary.poison(pages)
 
     async def aclose(self) -> None:
         """Take no more steps. Waits a little for those that were submitted: an interpreter that exits while a lane's

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..cache.radix_node import EvictionPolicy
 from ..config import SchedulePolicy
-from ..errors import MisuseError, Overloaded, RequestError, StepFailed
+from ..errors import Overloaded, RequestError, StepFailed
 from ..outputs import Cancelled, End, Failed, Finished, FinishReason, TokenLogprobs
 from ..request import Request, RequestState
 from ..worker import SampleInputs, StepOutcome, WorkerLimits
@@ -191,6 +191,24 @@ class Scheduler:
         """
         self._planner.ratio.reset()
         self.memory.check_home()
+
+    def why_nothing_runs(self) -> str:
+        """What the first of the waiting lacks, for whoever finds that nothing is in flight and nothing can be planned."""
+        stats = self.stats
+        there = f"{self.memory.num_available_pages} of {stats.num_pages} pages, {self.memory.rows.num_free} rows free"
+        first = next(iter(self._waiting.first(1)), None)
+        lacks = "" if first is None else f"; first waits {first!r}, {self.memory.pages_for(len(first.ids) + 1)} pages"
+        return f"{stats.num_running} running, {stats.num_waiting} waiting; {there}{lacks}"
+
+    def flush_cache(self) -> None:
+        """Drop every cached prefix. What runs is sent back to the queue first, and will be computed anew.
+
+        Raises: MisuseError with a step in flight.
+        """
+        if self._flights:
+            raise MisuseError("the prefix cache is flushed only while nothing is in flight: idle or paused")
+        self._planner.send_all_back()
+        self.memory.tree.flush()
 
     # ---- before a step
 

@@ -128,17 +128,18 @@ class StepPlanner:
                 continue
             if admission is not Admission.ADMITTED:
                 break
-            self._start(request)
+            self._start(request, step)
             if not lineup.extends or lineup.extends[-1][0] is not request:
                 self._running.prefilling = request  # seated, but its pages are still on their way home
                 break
             if not _ends_prefill(request, lineup.extends[-1][1]):
                 break
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, step: int) -> None:
         self._waiting.admit(request)
         request.move(RequestState.RUNNING)
         if request.num_retractions == 0:
+            request.first_step = step
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_tokens += request.num_cached_tokens
 
@@ -157,6 +158,11 @@ class StepPlanner:
             num_allowed=sum(request.max_total_tokens - request.num_prompt_tokens for request in victims),
             num_requests=len(victims),
         )
+
+    def send_all_back(self) -> None:
+        """With nothing in flight, empty the running set into the queue."""
+        for request in list(self._running):
+            self._send_back(request)
 
     def _send_back(self, request: Request) -> None:
         """From the running set to its old place in the queue. What it has computed stays in the tree, evictable."""

@@ -359,4 +359,5 @@ async def test_work_that_cannot_run_kills_the_engine_instead_of_spinning(scripte
     engine._scheduler._planner._line_up_prefills = lambda lineup, step: None
     await die(engine, recorder)
     assert "nothing can run" in str(engine.death)
-    assert "num_waiting" in str(engine.death)
+    assert "64 waiting" in str(engine.death)
+    assert "first waits <Request req-0" in str(engine.death)

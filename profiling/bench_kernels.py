@@ -148,8 +148,6 @@ def bench_decode(rate: float) -> None:
         packed, out = bf16(rows, (num_q_heads + 2 * num_kv_heads) * HEAD_DIM), bf16(rows, num_q_heads, HEAD_DIM)
         rope = RopeInputs(
             cos_sin=torch.randn(length + 1, HEAD_DIM, device=DEVICE),
-            positions=seq_lens - 1,
-            slots=torch.arange(rows, device=DEVICE, dtype=torch.int32),
             q_norm=bf16(HEAD_DIM),
             k_norm=bf16(HEAD_DIM),
         )

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from .decode_plan import DecodeWorkspace
 from .dependent_launch import DEPENDENT, prefetch_l2, release_dependents, wait_for_inputs
-from .rope_kv_write import rope_kv_write
 
 _AHEAD_TOKENS = 256
 
@@ -76,6 +75,27 @@ def _rotated(ptr, norm_ptr, cos_sin_ptr, position, inside, eps, D: tl.constexpr,
 
 
 @triton.jit
+def _start_with_new_token(
+    q, new_ptr, k_ptr, v_ptr, k_norm_ptr, cos_sin_ptr, table_ptr, position, ends, scale, eps, kv_stride,
+    HK: tl.constexpr, GB: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The new token is not in the pool yet: whoever ends the sequence writes it there and starts the softmax with it."""
+    d = tl.arange(0, D)[None, :]
+    one = tl.zeros([1, 1], tl.int32)
+    page = tl.load(table_ptr + position // PAGE, mask=ends, other=0).to(tl.int64)
+    v_new = tl.load(new_ptr + one + HK * D + d, mask=ends, other=0.0)
+    k_new = _rotated(new_ptr + one, k_norm_ptr, cos_sin_ptr, position, ends & (one == 0), eps, D, NORM)
+    slot = (page * PAGE + position % PAGE) * kv_stride + one + d
+    tl.store(k_ptr + slot, k_new, mask=ends)
+    tl.store(v_ptr + slot, v_new, mask=ends)
+    score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+    best = tl.where(ends, score, -1e30)
+    weight = tl.where(ends, 1.0, 0.0) + tl.zeros([GB], tl.float32)
+    acc = tl.zeros([GB, D], tl.float32) + v_new.to(tl.float32)
+    return best, weight, acc
+
+
+@triton.jit
 def _combine(
     partial_out_ptr, partial_stats_ptr, out_ptr, first_program, last_program, first_slot, num_slots,
     G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
@@ -107,39 +127,35 @@ def _combine(
 
 
 @triton.jit
-def _write(
-    best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, row, head, is_whole, slot, out_stride,
-    G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
+def _finish(
+    best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr,
+    row, head, is_whole, start, num_blocks, slot, share, out_stride,
+    HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of a whole sequence, or one part of it into its slot."""
+    """Writes the output of a whole sequence, or one part of it; the last of the parts to arrive combines them all.
+
+    `start` is the flat index of the sequence's first block.
+    """
     g = tl.arange(0, GB)
     d = tl.arange(0, D)
+    target = out_ptr + row.to(tl.int64) * out_stride + head * G * D
     if is_whole:
-        target = out_ptr + row.to(tl.int64) * out_stride + (head * G + g[:, None]) * D + d[None, :]
-        tl.store(target, acc / tl.where(weight > 0.0, weight, 1.0)[:, None], mask=(g < G)[:, None])
+        result = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
+        tl.store(target + g[:, None] * D + d[None, :], result, mask=(g < G)[:, None])
     else:
         num_slots = tl.num_programs(0) * 2
         tl.store(partial_stats_ptr + slot * G + g, best, mask=g < G)
         tl.store(partial_stats_ptr + (num_slots + slot) * G + g, weight, mask=g < G)
         tl.store(partial_out_ptr + (slot * G + g[:, None]) * D + d[None, :], acc, mask=(g < G)[:, None])
-
-
-@triton.jit
-def _arrive(
-    out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head, start, num_blocks, share, out_stride,
-    HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Announces one written part of a sequence whose first block is at `start`; the last to arrive combines them all."""
-    first_program = start // share
-    last_program = (start + num_blocks - 1) // share
-    # All threads' stores come before the one thread's release.
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr + row * HK + head, 1) == last_program - first_program:
-        target = out_ptr + row.to(tl.int64) * out_stride + head * G * D
-        first_slot = tl.where(start == first_program * share, 0, 1)
-        _combine(partial_out_ptr, partial_stats_ptr, target, first_program, last_program, first_slot,
-                 tl.num_programs(0) * 2, G, GB, D, PARTS)  # fmt: skip
-        tl.store(arrivals_ptr + row * HK + head, 0)
+        first_program = start // share
+        last_program = (start + num_blocks - 1) // share
+        # All threads' stores come before the one thread's release.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals_ptr + row * HK + head, 1) == last_program - first_program:
+            first_slot = tl.where(start == first_program * share, 0, 1)
+            _combine(partial_out_ptr, partial_stats_ptr, target, first_program, last_program, first_slot, num_slots,
+                     G, GB, D, PARTS)  # fmt: skip
+            tl.store(arrivals_ptr + row * HK + head, 0)
 
 
 @triton.jit
@@ -167,9 +183,8 @@ def _decode_kernel(
     plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, eps, q_stride, out_stride, table_stride,
     HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """From the packed projection, the new token's rotation and KV write included; one sequence after the other."""
     program = tl.program_id(0)
     kv_stride: tl.constexpr = HK * D
     if not AHEAD:
@@ -183,7 +198,7 @@ def _decode_kernel(
     request = tl.load(rows_ptr + row).to(tl.int64)
     if AHEAD:
         _read_ahead(k_ptr, v_ptr, table_ptr + request * table_stride, q_norm_ptr, k_norm_ptr, cos_sin_ptr, head, block,
-                    left, seq_len, kv_stride, D, PAGE, BT, AHEAD_BLOCKS, True, NORM, PDL)  # fmt: skip
+                    left, seq_len, kv_stride, D, PAGE, BT, AHEAD_BLOCKS, ROPE, NORM, PDL)  # fmt: skip
         wait_for_inputs(PDL)
     release_dependents(PDL)
     flat = program * share
@@ -194,34 +209,29 @@ def _decode_kernel(
         num_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
         last = tl.minimum(num_blocks, block + left)
         table = table_ptr + request * table_stride
-        packed = q_ptr + row.to(tl.int64) * q_stride
-        # The new token is not in the pool yet: whoever ends the sequence writes it there and starts with it here.
-        position = tl.maximum(seq_len - 1, 0)
-        ends = (last == num_blocks) & (seq_len > 0)
-        one = tl.zeros([1, 1], tl.int32)
-        new = packed + (HQ + head) * D + one
-        new_page = tl.load(table + position // PAGE, mask=ends, other=0).to(tl.int64)
-        v_new = tl.load(new + HK * D + d, mask=ends, other=0.0)
-        k_new = _rotated(new, k_norm_ptr, cos_sin_ptr, position, ends & (one == 0), eps, D, NORM)
-        q = _rotated(packed + (head * G + g)[:, None] * D, q_norm_ptr, cos_sin_ptr, position, (g < G)[:, None], eps,
-                     D, NORM)  # fmt: skip
-        new_slot = (new_page * PAGE + position % PAGE) * kv_stride + head * D + one + d
-        tl.store(k_ptr + new_slot, k_new, mask=ends)
-        tl.store(v_ptr + new_slot, v_new, mask=ends)
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-        best = tl.where(ends, score, -1e30)
-        weight = tl.where(ends, 1.0, 0.0) + tl.zeros([GB], tl.float32)
-        acc = tl.zeros([GB, D], tl.float32) + v_new.to(tl.float32)
+        source = q_ptr + row.to(tl.int64) * q_stride
+        query = source + (head * G + g)[:, None] * D
+        if ROPE:
+            limit = tl.maximum(seq_len - 1, 0)
+            ends = (last == num_blocks) & (seq_len > 0)
+            q = _rotated(query, q_norm_ptr, cos_sin_ptr, limit, (g < G)[:, None], eps, D, NORM)
+            best, weight, acc = _start_with_new_token(
+                q, source + (HQ + head) * D, k_ptr + head * D, v_ptr + head * D, k_norm_ptr, cos_sin_ptr, table, limit,
+                ends, scale, eps, kv_stride, HK, GB, D, PAGE, NORM,
+            )  # fmt: skip
+        else:
+            limit = seq_len
+            q = tl.load(query + d, mask=(g < G)[:, None], other=0.0)
+            best = tl.full([GB], -1e30, tl.float32)
+            weight = tl.zeros([GB], tl.float32)
+            acc = tl.zeros([GB, D], tl.float32)
         best, weight, acc = _attend(
-            q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, position, scale, kv_stride,
+            q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
             D, PAGE, BT, STAGES,
         )  # fmt: skip
-        is_whole = (block == 0) & (last == num_blocks)
-        _write(best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, row, head, is_whole, slot, out_stride,
-               G, GB, D)  # fmt: skip
-        if is_whole == 0:
-            _arrive(out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head, flat - block, num_blocks, share,
-                    out_stride, HK, G, GB, D, PARTS)  # fmt: skip
+        _finish(best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head,
+                (block == 0) & (last == num_blocks), flat - block, num_blocks, slot, share, out_stride,
+                HK, G, GB, D, PARTS)  # fmt: skip
         left -= last - block
         flat += last - block
         block = block * 0
@@ -232,98 +242,14 @@ def _decode_kernel(
         request = tl.load(rows_ptr + row, mask=left > 0, other=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
-def _flat_decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr,
-    plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, q_stride, out_stride, table_stride,
-    HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """From rotated queries, k and v being in the pool; one loop over all the program's blocks, so that the next sequence's
-    blocks are on their way while this one ends.
-    """
-    program = tl.program_id(0)
-    kv_stride: tl.constexpr = HK * D
-    if not AHEAD:
-        wait_for_inputs(PDL)
-    row = tl.load(plan_ptr + program * 4)
-    head = tl.load(plan_ptr + program * 4 + 1)
-    block = tl.load(plan_ptr + program * 4 + 2)
-    count = tl.load(plan_ptr + program * 4 + 3)
-    share = tl.load(share_ptr)
-    seq_len = tl.load(seq_lens_ptr + row)
-    request = tl.load(rows_ptr + row).to(tl.int64)
-    if AHEAD:
-        _read_ahead(k_ptr, v_ptr, table_ptr + request * table_stride, q_ptr, q_ptr, q_ptr, head, block, count, seq_len,
-                    kv_stride, D, PAGE, BT, AHEAD_BLOCKS, False, False, PDL)  # fmt: skip
-        wait_for_inputs(PDL)
-    release_dependents(PDL)
-    g = tl.arange(0, GB)
-    d = tl.arange(0, D)
-    begin = block
-    slot = program * 2
-    first_row = row
-    first_head = head
-    first_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
-    first_start = program * share - block
-    first_is_part = (count > 0) & ((block > 0) | (count < first_blocks))
-    best = tl.full([GB], -1e30, tl.float32)
-    weight = tl.zeros([GB], tl.float32)
-    acc = tl.zeros([GB, D], tl.float32)
-    for step in tl.range(0, count, num_stages=STAGES):
-        query = q_ptr + row.to(tl.int64) * q_stride + (head * G + g)[:, None] * D + d[None, :]
-        q = tl.load(query, mask=(g < G)[:, None], other=0.0)
-        t = block * BT + tl.arange(0, BT)
-        inside = t < seq_len
-        page = tl.load(table_ptr + request * table_stride + t // PAGE, mask=inside, other=0).to(tl.int64)
-        at = (page * PAGE + t % PAGE)[:, None] * kv_stride + head * D + d[None, :]
-        k = tl.load(k_ptr + at, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - new_best)
-        p = tl.exp2(scores - new_best[:, None])
-        weight = weight * shrink + tl.sum(p, axis=1)
-        v = tl.load(v_ptr + at, mask=inside[:, None], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        best = new_best
-        num_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
-        ends = block == num_blocks - 1
-        if ends | (step == count - 1):
-            _write(best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, row, head, ends & (begin == 0), slot,
-                   out_stride, G, GB, D)  # fmt: skip
-            best = tl.full([GB], -1e30, tl.float32)
-            weight = tl.zeros([GB], tl.float32)
-            acc = tl.zeros([GB, D], tl.float32)
-        begin = tl.where(ends, 0, begin)
-        slot = tl.where(ends, program * 2 + 1, slot)
-        block = tl.where(ends, 0, block + 1)
-        row = tl.where(ends & (head == HK - 1), row + 1, row)
-        head = tl.where(ends, tl.where(head == HK - 1, 0, head + 1), head)
-        seq_len = tl.load(seq_lens_ptr + row, mask=step < count - 1, other=0)
-        request = tl.load(rows_ptr + row, mask=step < count - 1, other=0).to(tl.int64)
-    # Parts are combined out here, because a loop with a loop inside is not pipelined.
-    if first_is_part:
-        _arrive(out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, first_row, first_head, first_start, first_blocks,
-                share, out_stride, HK, G, GB, D, PARTS)  # fmt: skip
-    if (block > 0) & (slot > program * 2):
-        last_blocks = tl.maximum((tl.load(seq_lens_ptr + row) + BT - 1) // BT, 1)
-        _arrive(out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head, program * share + count - block,
-                last_blocks, share, out_stride, HK, G, GB, D, PARTS)  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeInputs:
     """What `decode_attention` needs to take the packed QKV projection instead of rotated queries.
 
-    cos_sin [max_pos, D] fp32 as in `rope_kv_write`; positions [B] int, seq_len - 1 of a live row; slots [B] int, where the
-    new token's k and v go; q_norm, k_norm [D] or None; eps of those norms.
+    cos_sin [max_pos, D] fp32 as in `rope_kv_write`; q_norm, k_norm [D] or None; eps of those norms.
     """
 
     cos_sin: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 1e-6
@@ -348,8 +274,8 @@ def decode_attention(
     Shapes: q [B, Hq, D], or with `rope` the packed projection [B, (Hq + 2 Hk) D]; k_cache, v_cache [pages, page_size, Hk,
     D], contiguous; page_table [R, max_pages] int, used through rows [B] int; seq_lens [B] int, the new token included;
     out [B, Hq, D], contiguous rows. A row of seq_len 0 gets zeros.
-    With `rope` the new token's q and k are normalised and rotated here and its k and v written, in the same kernel while
-    rows are few, in one of its own otherwise.
+    With `rope` the kernel also normalises and rotates the new token's q and k and writes its k and v into the slot that the
+    page table names for position seq_len - 1: `rope_kv_write` is not called.
     `ahead` lets it read plan, seq_lens, rows and page table before its predecessor has finished: at least one other
     kernel of this package must run between whatever wrote those and this one.
     """
@@ -360,33 +286,22 @@ def decode_attention(
     num_rows = seq_lens.shape[0]
     heads = group * num_kv_heads
     tiling = workspace.tiling(num_rows)
-    if rope is not None and not tiling.fuses_rope:
-        q = rope_kv_write(
-            q, rope.positions, rope.slots, rope.cos_sin, k_cache, v_cache,
-            num_q_heads=heads, q_norm=rope.q_norm, k_norm=rope.k_norm, eps=rope.eps,
-        )  # fmt: skip
-        rope = None
     if out is None:
         out = torch.empty((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     group_block = triton.next_power_of_2(group)
-    tensors = (k_cache, v_cache, out, page_table, rows, seq_lens)
-    scratch = (
+    has_norm = rope is not None and rope.q_norm is not None
+    cos_sin = workspace.partial_out if rope is None else rope.cos_sin
+    q_norm = q if rope is None or rope.q_norm is None else rope.q_norm
+    k_norm = q if rope is None or rope.k_norm is None else rope.k_norm
+    _decode_kernel[(workspace.num_programs(num_rows),)](
+        q, k_cache, v_cache, out, page_table, rows, seq_lens, q_norm, k_norm, cos_sin,
         workspace.plan, workspace.share, workspace.partial_out, workspace.partial_stats, workspace.arrivals,
-        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
+        q.stride(0), out.stride(0), page_table.stride(0),
+        HQ=heads, HK=num_kv_heads, G=group, GB=group_block, D=head_dim, PAGE=page_size, BT=tiling.block_tokens,
+        PARTS=max(2, min(16, 4096 // (group_block * head_dim))), STAGES=tiling.stages,
+        ROPE=rope is not None, NORM=has_norm, AHEAD=ahead and DEPENDENT,
+        AHEAD_BLOCKS=max(1, _AHEAD_TOKENS // tiling.block_tokens),
+        PDL=DEPENDENT, num_warps=tiling.num_warps, launch_pdl=DEPENDENT,
     )  # fmt: skip
-    strides = (q.stride(0), out.stride(0), page_table.stride(0))
-    options = {
-        "HK": num_kv_heads, "G": group, "GB": group_block, "D": head_dim, "PAGE": page_size, "BT": tiling.block_tokens,
-        "PARTS": max(2, min(16, 4096 // (group_block * head_dim))), "STAGES": tiling.stages, "AHEAD": ahead and DEPENDENT,
-        "AHEAD_BLOCKS": max(1, _AHEAD_TOKENS // tiling.block_tokens), "PDL": DEPENDENT,
-        "num_warps": tiling.num_warps, "launch_pdl": DEPENDENT,
-    }  # fmt: skip
-    grid = (workspace.num_programs(num_rows),)
-    if rope is None:
-        _flat_decode_kernel[grid](q, *tensors, *scratch, *strides, **options)
-    else:
-        _decode_kernel[grid](
-            q, *tensors, q if rope.q_norm is None else rope.q_norm, q if rope.k_norm is None else rope.k_norm, rope.cos_sin,
-            *scratch, rope.eps, *strides, HQ=heads, NORM=rope.q_norm is not None, **options,
-        )  # fmt: skip
     return out

@@ -18,8 +18,7 @@ class DecodeTiling:
     """How a step's work is cut: KV blocks of `block_tokens`, at least `least_share` of them a program.
 
     The compiler splits its pipeline stages between the page lookup and the KV loads that depend on it: 2 n + 1 stages
-    keep n KV blocks in flight. `fuses_rope`: rotation and KV write in the attention kernel save a launch, but cost it the
-    registers that several programs on a multiprocessor live on.
+    keep n KV blocks in flight.
     """
 
     block_tokens: int = 64
@@ -27,18 +26,16 @@ class DecodeTiling:
     programs_per_multiprocessor: int = 3
     num_warps: int = 4
     least_share: int = 1
-    fuses_rope: bool = False
 
 
 # Measured on an H200, by the number of sequences (rows times KV heads) up to which each is the fastest. Few sequences:
 # every further part costs its combination. Many: several programs on a multiprocessor, one loads while another computes.
 _TILINGS = (
-    (32, DecodeTiling(stages=5, programs_per_multiprocessor=2, fuses_rope=True)),
-    (128, DecodeTiling(block_tokens=128, programs_per_multiprocessor=1, fuses_rope=True)),
-    (256, DecodeTiling(stages=7, programs_per_multiprocessor=2, fuses_rope=True)),
-    (1 << 30, DecodeTiling(block_tokens=32, stages=7, programs_per_multiprocessor=4, num_warps=2, fuses_rope=True)),
+    (32, DecodeTiling(stages=5, programs_per_multiprocessor=2)),
+    (128, DecodeTiling(block_tokens=128, programs_per_multiprocessor=1)),
+    (256, DecodeTiling(stages=7, programs_per_multiprocessor=2)),
 )
-_MANY = DecodeTiling()
+_MANY = DecodeTiling(block_tokens=32, stages=7, programs_per_multiprocessor=4, num_warps=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

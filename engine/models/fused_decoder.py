@@ -106,8 +106,6 @@ class FusedDecoder:
             self._attention,
             rope=RopeInputs(
                 cos_sin=self._model.rotary.table,
-                positions=inputs.positions,
-                slots=inputs.slots,
                 q_norm=None if q_norm is None else q_norm.weight,
                 k_norm=None if k_norm is None else k_norm.weight,
                 eps=self._eps,

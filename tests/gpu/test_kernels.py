@@ -184,7 +184,7 @@ def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q
     )
     plan_decode(lengths, workspace)
     expected = decode_attention(q, k_two, v_two, table, rows, lengths, workspace)
-    rope = RopeInputs(cos_sin=cos_sin, positions=positions, slots=slots, eps=EPS, **norms)
+    rope = RopeInputs(cos_sin=cos_sin, eps=EPS, **norms)
     fused = decode_attention(qkv, k_cache, v_cache, table, rows, lengths, workspace, rope=rope)
     assert_near(fused, expected, 5e-3)
     assert_near(k_cache, k_two, 1e-3)

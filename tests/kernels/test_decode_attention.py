@@ -38,13 +38,11 @@ def reference(q, k_cache, v_cache, table, rows, seq_lens):
     return out
 
 
-def workspace_for(
-    num_rows, num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant=False, fuses_rope=True
-):  # fmt: skip
+def workspace_for(num_rows, num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant=False):
     return make_decode_workspace(
         max_rows=num_rows, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, device="cpu",
         row_invariant=row_invariant, num_multiprocessors=num_programs,
-        tiling=DecodeTiling(block_tokens=16, programs_per_multiprocessor=1, fuses_rope=fuses_rope),
+        tiling=DecodeTiling(block_tokens=16, programs_per_multiprocessor=1),
     )  # fmt: skip
 
 
@@ -88,10 +86,9 @@ def test_decode_attention_equals_float64(num_q_heads, num_kv_heads, head_dim, pa
     assert not workspace.arrivals.any()
 
 
-@pytest.mark.parametrize("fuses_rope", [False, True])
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("num_programs", [3, 40])
-def test_taking_the_packed_projection_equals_rope_kv_write_then_attention(num_programs, with_norm, fuses_rope):
+def test_taking_the_packed_projection_equals_rope_kv_write_then_attention(num_programs, with_norm):
     num_q_heads, num_kv_heads, head_dim, page_size = 6, 2, 32, 4
     seq_lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
     k_cache, v_cache, table, rows = paged_case(SEQ_LENS, num_kv_heads, head_dim, page_size)
@@ -105,9 +102,9 @@ def test_taking_the_packed_projection_equals_rope_kv_write_then_attention(num_pr
     k_two, v_two = k_cache.clone(), v_cache.clone()
     q = rope_kv_write(qkv, positions, slots, cos_sin, k_two, v_two, num_q_heads=num_q_heads, **norms)
     expected = reference(q, k_two, v_two, table, rows, SEQ_LENS)
-    workspace = workspace_for(len(SEQ_LENS), num_q_heads, num_kv_heads, head_dim, num_programs, fuses_rope=fuses_rope)
+    workspace = workspace_for(len(SEQ_LENS), num_q_heads, num_kv_heads, head_dim, num_programs)
     plan_decode(seq_lens, workspace)
-    rope = RopeInputs(cos_sin=cos_sin, positions=positions, slots=slots, **norms)
+    rope = RopeInputs(cos_sin=cos_sin, **norms)
     out = decode_attention(qkv, k_cache, v_cache, table, rows, seq_lens, workspace, rope=rope)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(k_cache[1:], k_two[1:], rtol=1e-5, atol=1e-5)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -57,6 +58,7 @@ class ModelRunner:
     decode_attention: AttentionBackend
     extend_attention: AttentionBackend
     runners: tuple[Runner, ...]
+    num_forwards: Counter[str] = field(default_factory=Counter)  # by the runner that computed them
 
     @classmethod
     def build_blocking(
@@ -122,6 +124,7 @@ class ModelRunner:
             batch, staged, self.row_state, page_size=self.memory.page_size, tokens=self.tokens
         )
         runner = next(runner for runner in self.runners if runner.can_run(forward_batch))
+        self.num_forwards[type(runner).__name__] += 1
         return forward_batch, runner.execute(forward_batch)
 
 

@@ -259,6 +259,11 @@ class Engine:
         return self._loop.num_settled if self._loop is not None else 0
 
     @property
+    def num_forwards(self) -> Mapping[str, int]:
+        """Forwards by the runner that computed them, where the worker has several: graph hits, and what missed them."""
+        return getattr(self._worker, "num_forwards", {})
+
+    @property
     def num_aborted(self) -> int:
         """Requests ended by `abort`."""
         return self._num_aborted
@@ -281,20 +286,35 @@ class Engine:
         deadline_s: float | None = None,
     ) -> TokenStream:
         """Stream a request's deltas. A text prompt is tokenised as it stands (no chat template). Options as in `submit`."""
+        return self._stream(
+            prompt, params, whole=False, request_id=request_id, priority=priority, deadline_s=deadline_s
+        )
 
+    async def complete(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> Completion:
+        """The whole answer, without a wake for each token. Raises as `generate` does; cancelling it aborts the request."""
+        async with self._stream(
+            prompt, params, whole=True, request_id=request_id, priority=0, deadline_s=None
+        ) as stream:
+            return Completion.of([delta async for delta in stream])
+
+    def _stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        *,
+        whole: bool,
+        request_id: str | None,
+        priority: int,
+        deadline_s: float | None,
+    ) -> TokenStream:
         async def submit(sink: Sink) -> RequestHandle:
             self._accepting()  # before a long text is encoded for nothing
             ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
             return self.submit(ids, params, sink, request_id=request_id, priority=priority, deadline_s=deadline_s)
 
-        return TokenStream(submit)
-
-    async def complete(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> Completion:
-        """The whole answer. Raises as `generate` does; cancelling it aborts the request."""
-        async with self.generate(prompt, params, request_id=request_id) as stream:
-            return Completion.of([delta async for delta in stream])
+        return TokenStream(submit, whole=whole)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; long texts are encoded off the loop. Raises: RequestError."""
@@ -320,7 +340,8 @@ class Engine:
         Raises: RequestError naming the field, Overloaded, EngineDead.
         """
         scheduler = self._accepting()
-        assert self._builder is not None and self._loop is not None
+        assert self._builder is not None
+        assert self._loop is not None
         request = self._builder.build(
             prompt_ids,
             params if params is not None else SamplingParams(),

@@ -15,9 +15,11 @@ class Outbox:
     Its size is bounded by the request's own limits: a slow consumer gets one larger delta, not a longer queue.
     """
 
-    __slots__ = ("_end", "_logprobs", "_pieces", "_prompt_logprobs", "_token_ids", "_waiter")
+    __slots__ = ("_end", "_logprobs", "_pieces", "_prompt_logprobs", "_token_ids", "_waiter", "_whole")
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
+        """`whole`: the consumer wants everything at once, and is not woken before the end."""
+        self._whole = whole
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -38,7 +40,8 @@ class Outbox:
             self._prompt_logprobs = tuple(prompt_logprobs)
         if text:
             self._pieces.append(text)
-        self._wake()
+        if not self._whole:
+            self._wake()
 
     def end(self, end: End) -> None:
         self._end = end
@@ -57,7 +60,7 @@ class Outbox:
         """
         if self._waiter is not None:
             raise MisuseError("two tasks wait for the tokens of one request")
-        while not self._token_ids and self._end is None:
+        while self._end is None and (self._whole or not self._token_ids):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

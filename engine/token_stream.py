@@ -35,9 +35,10 @@ class TokenStream:
     RequestCancelled later.
     """
 
-    def __init__(self, submit: Callable[[Sink], Awaitable[Handle]]) -> None:
+    def __init__(self, submit: Callable[[Sink], Awaitable[Handle]], *, whole: bool = False) -> None:
+        """`whole`: one delta with everything, instead of one whenever something is new."""
         self._submit: Callable[[Sink], Awaitable[Handle]] | None = submit
-        self._outbox = Outbox()
+        self._outbox = Outbox(whole=whole)
         self._handle: Handle | None = None
         self._finalizer: weakref.finalize[[Handle, Outbox, asyncio.AbstractEventLoop], TokenStream] | None = None
         self._is_over = False

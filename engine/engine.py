@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from enum import Enum
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
 from ..streams.marks import MarkSwitch
+from .cache.radix_node import CacheEvent
 from .config import EngineConfig
+from .engine_state import EngineState as EngineState
 from .errors import ConfigError, EngineDead, MisuseError, Overloaded, RequestError
+from .opening import make_scheduler, open_model
 from .outputs import Completion, Failed, Sink
 from .request import Request
 from .request_builder import RequestBuilder, checked_deadline
@@ -24,25 +25,6 @@ from .token_stream import TokenStream
 from .worker import MarksLanes, Worker, WorkerLimits
 
 STOP_TIMEOUT_S = 5.0  # how long closing waits for the step in flight before it gives the step up
-
-
-class EngineState(Enum):
-    """Where an engine stands."""
-
-    NEW = "new"
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
-    DEAD = "dead"
-    CLOSED = "closed"
-
-    @property
-    def is_alive(self) -> bool:
-        return self not in (EngineState.DEAD, EngineState.CLOSED)
-
-    @property
-    def is_ready(self) -> bool:
-        return self is EngineState.READY
 
 
 class RequestHandle(NamedTuple):
@@ -126,7 +108,9 @@ class Engine:
         self.state = EngineState.STARTING
         try:
             if self._worker is None:
-                self._worker = await self._build_worker()
+                opened = await open_model(self.config, self.marks)
+                self._worker, self.model_name = opened.worker, opened.name
+                self.tokenizer, self.chat_template = opened.tokenizer, opened.chat_template
             limits = await self._worker.start()
             if self.state is not EngineState.STARTING:
                 raise EngineDead("the engine was closed while it was starting")
@@ -138,20 +122,13 @@ class Engine:
 
     def _run_on(self, worker: Worker, limits: WorkerLimits) -> None:
         """Make what stands on a started worker, and set it going."""
-        self._scheduler = Scheduler(
-            limits,
-            chunked_prefill_size=self.config.chunked_prefill_size,
-            max_prefill_tokens=self.config.max_prefill_tokens,
-            max_queued_requests=self.config.max_queued_requests,
-            max_queued_tokens=self.config.max_queued_tokens,
-            prefix_cache=self.config.prefix_cache,
-            schedule_policy=self.config.schedule_policy,
-        )
+        self._scheduler = make_scheduler(self.config, limits, worker)
         self._builder = RequestBuilder(limits, self.tokenizer)
         self._loop = StepLoop(
             self._scheduler,
             worker,
             overlap=self.config.overlap,
+            step_timeout_s=self.config.step_timeout_s,
             marks=self.marks,
             after_commit=self._scheduler.check if self.proves_laws else None,
         )
@@ -200,22 +177,6 @@ class Engine:
         if self._worker is not None:
             await self._worker.aclose()
 
-    async def _build_worker(self) -> Worker:
-        """Find the model and make the worker for this machine's device."""
-        from .forward.tp_worker import TpWorker
-        from .loader.model_source import resolve_model
-
-        needs_weights = self.config.load_format != "dummy"
-        found = await asyncio.to_thread(resolve_model, self.config.model, needs_weights=needs_weights)
-        folder, self.model_name = found.path, found.name
-        if not self.config.skip_tokenizer:
-            self.tokenizer = await asyncio.to_thread(TextTokenizer.load, folder)
-            self.chat_template = self.tokenizer.chat_template
-            if self.config.chat_template is not None:
-                source = await asyncio.to_thread(_read_template, self.config.chat_template)
-                self.chat_template = ChatTemplate(source, special_tokens=self.tokenizer.special_tokens)
-        return TpWorker(self.config, folder, self.marks)
-
     async def _supervise(self, loop: StepLoop) -> None:
         """Run the loop; its death reaches every consumer and is kept for those who come later."""
         try:
@@ -235,6 +196,37 @@ class Engine:
             self.state = EngineState.DEAD
         if self._scheduler is not None:
             deliver(self._scheduler.abort_all(death))
+
+    # ---- pauses and the prefix cache
+
+    async def pause(self) -> None:
+        """Start no more steps until `resume`; requests stay, and may come. Returns when nothing is in flight."""
+        await self._started_loop().pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._started_loop().resume()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._loop is not None and self._loop.is_paused
+
+    def flush_cache(self) -> None:
+        """Drop every cached prefix, while idle or paused; requests that have begun are computed anew after `resume`.
+
+        Raises: MisuseError while steps run.
+        """
+        if not self._started_loop().still.is_set():
+            raise MisuseError("flush_cache() while steps run: wait until the engine is idle, or pause() it")
+        self._started().flush_cache()
+
+    def subscribe_cache(self, listener: Callable[[CacheEvent], None]) -> Callable[[], None]:
+        """Call `listener`, from the event loop and in order, with each prefix that becomes cached or is cached no longer,
+        for a router that knows prefixes; until the returned function is called.
+        """
+        self._check_event_loop()
+        call_soon = asyncio.get_running_loop().call_soon
+        return self._started().memory.tree.subscribe(lambda event: call_soon(listener, event) and None)
 
     # ---- what it knows
 
@@ -393,14 +385,13 @@ class Engine:
             raise Overloaded("the engine is still starting")
         return self._started()
 
+    def _started_loop(self) -> StepLoop:
+        self._check_event_loop()
+        if self._loop is None:
+            raise MisuseError("the engine has not started")
+        return self._loop
+
     def _started(self) -> Scheduler:
         if self._scheduler is None:
             raise MisuseError("the engine has not started")
         return self._scheduler
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the chat template {path}: {error.strerror}", field="chat_template") from None

@@ -17,7 +17,7 @@ class Progress:
 
     def is_stuck(self, engine: Engine, now: float) -> bool:
         """Whether requests have been running since an earlier look, `stuck_after_s` ago or more, without a step's end."""
-        is_idle = not engine.stats.num_running
+        is_idle = engine.is_paused or not engine.stats.num_running
         if is_idle or engine.num_settled_steps != self._num_settled:
             self._num_settled = engine.num_settled_steps
             self._since = now

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..cache.radix_node import EvictionPolicy
 from ..config import SchedulePolicy
-from ..errors import Overloaded, RequestError, StepFailed
+from ..errors import MisuseError, Overloaded, RequestError, StepFailed
 from ..outputs import Cancelled, End, Failed, Finished, FinishReason, TokenLogprobs
 from ..request import Request, RequestState
 from ..worker import SampleInputs, StepOutcome, WorkerLimits

@@ -1,0 +1,66 @@
+"""What an engine is made of: the model found and read, a worker for the device, a scheduler for the worker's limits."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import NamedTuple
+
+from ..streams.marks import MarkSwitch
+from .config import EngineConfig
+from .errors import ConfigError
+from .scheduler.scheduler import Scheduler
+from .text.chat_template import ChatTemplate
+from .text.tokenization import TextTokenizer
+from .worker import Worker, WorkerLimits
+
+
+class OpenedModel(NamedTuple):
+    """A model that was found, and the worker that will compute it, not started yet."""
+
+    worker: Worker
+    name: str
+    tokenizer: TextTokenizer | None
+    chat_template: ChatTemplate | None
+
+
+async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
+    """Find the model, read its texts, and make the worker for this machine's device. Raises: ConfigError."""
+    from .forward.tp_worker import TpWorker
+    from .loader.model_source import resolve_model
+
+    needs_weights = config.load_format != "dummy"
+    found = await asyncio.to_thread(resolve_model, config.model, needs_weights=needs_weights)
+    tokenizer, chat_template = None, None
+    if not config.skip_tokenizer:
+        tokenizer = await asyncio.to_thread(TextTokenizer.load, found.path)
+        chat_template = tokenizer.chat_template
+        if config.chat_template is not None:
+            source = await asyncio.to_thread(_read_template, config.chat_template)
+            chat_template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
+    return OpenedModel(TpWorker(config, found.path, marks), found.name, tokenizer, chat_template)
+
+
+def make_scheduler(config: EngineConfig, limits: WorkerLimits, worker: Worker) -> Scheduler:
+    """The scheduler that `config` asks for, over a started worker."""
+    return Scheduler(
+        limits,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        prefix_cache=config.prefix_cache,
+        schedule_policy=config.schedule_policy,
+        policy_window=config.policy_window,
+        priority_preemption=config.priority_preemption,
+        eviction_policy=config.eviction_policy,
+        itl_budget_s=None if config.itl_budget_ms is None else config.itl_budget_ms / 1e3,
+        on_pages_home=worker.poison if config.debug_canary else None,
+    )
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the chat template {path}: {error.strerror}", field="chat_template") from None

@@ -60,25 +60,39 @@ class Outbox:
         """
         if self._waiter is not None:
             raise MisuseError("two tasks wait for the tokens of one request")
-        while self._end is None and (self._whole or not self._token_ids):
+        token_ids, end = self._token_ids, self._end
+        while end is None and (self._whole or not token_ids):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if not self._token_ids:
-            if isinstance(self._end, Failed):
-                raise self._end.error
-            if isinstance(self._end, Cancelled):
+            end = self._end
+        if not token_ids:
+            if isinstance(end, Failed):
+                raise end.error
+            if isinstance(end, Cancelled):
                 raise RequestCancelled("the request was aborted")
-        finished = self._end if isinstance(self._end, Finished) else None
-        logprobs, scores = tuple(self._logprobs), self._prompt_logprobs
-        delta = Delta(tuple(self._token_ids), "".join(self._pieces), finished, logprobs, scores)
+        finished = end if isinstance(end, Finished) else None
+        return Delta(tuple(token_ids), self._taken_text(), finished, *self._taken_scores())
+
+    def _taken_text(self) -> str:
+        """What has gathered beside the ids, which are let go with it."""
         self._token_ids.clear()
-        self._pieces.clear()
+        pieces = self._pieces
+        if not pieces:
+            return ""
+        text = pieces[0] if len(pieces) == 1 else "".join(pieces)
+        pieces.clear()
+        return text
+
+    def _taken_scores(self) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
+        if not self._logprobs and not self._prompt_logprobs:
+            return (), ()
+        scores = tuple(self._logprobs), self._prompt_logprobs
         self._logprobs.clear()
         self._prompt_logprobs = ()
-        return delta
+        return scores
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

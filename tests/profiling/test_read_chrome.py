@@ -1,0 +1,241 @@
+"""Chrome traces of any layout and size are read; what is incomplete is said to be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.profiling import json_stream
+from slipstream.profiling.json_stream import EventStream
+from slipstream.profiling.overlap_report import overlap_report
+from slipstream.profiling.read_chrome import read_chrome
+from slipstream.profiling.read_trace import read_trace
+from slipstream.profiling.timeline import LaneKind, Span, StepFacts, Timeline, TraceError
+from slipstream.profiling.write_chrome import chrome_bytes, write_chrome
+
+# Text that looks like the place between two events, and objects inside of events.
+EVENTS: list[dict[str, Any]] = [
+    {"ph": "X", "name": 'a},{"b', "ts": 1.5, "dur": 2, "args": {"list": [{"x": 1}, {"y": "]}"}]}},
+    {"ph": "X", "name": 'quote " } , {', "ts": 4, "dur": 0.001},
+    {"ph": "i", "name": "]", "ts": 5, "args": {"nested": {"deep": [[{}], [{}, {}]]}}},
+    {"ph": "X", "name": "last \\", "ts": 6.25, "dur": 1},
+]
+LAYOUTS = {
+    "object": json.dumps({"schemaVersion": 1, "traceEvents": EVENTS, "traceName": "t"}),
+    "pretty": json.dumps({"schemaVersion": 1, "traceEvents": EVENTS, "traceName": "t"}, indent=3),
+    "no members behind": json.dumps({"schemaVersion": 1, "traceName": "t", "traceEvents": EVENTS}),
+    "list": "\n " + json.dumps(EVENTS),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chunk_bytes", [1, 3, 17, 64, 1 << 20])
+def test_events_come_whole_whatever_the_layout_and_wherever_a_chunk_ends(
+    layout: str, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_stream, "CHUNK_BYTES", chunk_bytes)
+    path = tmp_path / "trace.json"
+    path.write_text(LAYOUTS[layout])
+    stream = EventStream(path)
+    assert [event for events in stream for event in events] == EVENTS
+    if layout != "list":
+        assert stream.extras == {"schemaVersion": 1, "traceName": "t"}
+
+
+@pytest.mark.parametrize("layout", ["object", "pretty"])
+def test_a_file_cut_anywhere_is_an_error_and_no_shorter_trace(layout: str, tmp_path: Path) -> None:
+    whole, path = LAYOUTS[layout].rstrip(), tmp_path / "cut.json"
+    for length in range(len(whole)):
+        path.write_text(whole[:length])
+        with pytest.raises(TraceError, match=r"cut\.json"):
+            read_trace(path)
+
+
+def test_a_cut_gzip_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "cut.json.gz"
+    path.write_bytes(gzip.compress(LAYOUTS["object"].encode())[:-9])
+    with pytest.raises(TraceError, match=r"cut\.json\.gz"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x7fELF", "neither"),
+        (b'{"hello": 1}', "no traceEvents"),
+        (b'{"traceEvents": [{"ph": "X", "ts": "soon", "name": "a"}]}', "not as Chrome"),
+        (b'{"traceEvents": [3]}', "not as Chrome"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_reason(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path)
+    with pytest.raises(TraceError, match="nsys export"):
+        path.rename(tmp_path / "x.nsys-rep")
+        read_trace(tmp_path / "x.nsys-rep")
+
+
+def kineto_event(category: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "pid": 4, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def graph_decode_trace(path: Path, *, steps: int = 5) -> Path:
+    """What torch's profiler writes of a decode by CUDA graphs: kernels of a graph share their launch's correlation."""
+    at, events = 5144891654537.137, []
+    events.append({"ph": "M", "name": "thread_name", "pid": 4, "tid": 1, "args": {"name": "thread 1 (python)"}})
+    for step in range(steps):
+        forward, draw, copied = 3 * step + 1, 3 * step + 2, 3 * step + 3
+        events += [
+            kineto_event("cuda_runtime", "cudaGraphLaunch", at, 20.5, correlation=forward),
+            kineto_event("cuda_runtime", "cudaGraphLaunch", at + 30, 10, correlation=draw),
+            kineto_event("cuda_runtime", "cudaMemcpyAsync", at + 50, 5, correlation=copied),
+            kineto_event("gpu_user_annotation", "whole step", at, 1000, tid=7, device=0, stream=7),
+            kineto_event("cuda_sync", "Event Sync", at, 900, tid=7, device=0, stream=7),
+            {"ph": "s", "id": forward, "pid": 4, "tid": 1, "ts": at, "cat": "ac2g", "name": "ac2g"},
+        ]
+        for kernel in range(4):
+            events.append(
+                kineto_event(
+                    "kernel", f"k{kernel}", at + 100 + 200 * kernel, 199, tid=7, device=0, stream=7, correlation=forward
+                )
+            )
+        events += [
+            kineto_event("kernel", "argmax", at + 900, 10, tid=7, device=0, stream=7, correlation=draw),
+            kineto_event("gpu_memcpy", "Memcpy DtoH", at + 910, 2, tid=9, device=0, stream=9, correlation=copied),
+        ]
+        at += 1000
+    document = {"schemaVersion": 1, "deviceProperties": [], "baseTimeNanoseconds": 1790857026000000000}
+    path.write_text(json.dumps({**document, "traceEvents": events, "traceName": "t"}, indent=2))
+    return path
+
+
+def test_a_torch_trace_of_graph_decode_gives_steps_idle_and_graph_hits_without_marks(tmp_path: Path) -> None:
+    timeline = read_trace(graph_decode_trace(tmp_path / "graph.json"))
+    assert {lane.name for lane in timeline.of_kind(LaneKind.DEVICE)} == {"GPU 0 stream 7", "GPU 0 stream 9"}
+    report = overlap_report(timeline)
+    assert (report.steps_are, report.num_steps, report.host) == ("graph launches", 4, "4/1")
+    assert report.window_ns == 4_000_000
+    assert report.busy_ns == 4 * (4 * 199_000 + 12_000)
+    assert report.idle_between_ns == 4 * 188_000
+    assert report.num_graph_steps == 4
+    assert report.launch_to_start is not None
+    assert (report.launch_to_start.least, report.launch_to_start.most) == (100_000, 870_000)
+    assert "torch profiler" in report.source
+
+
+def test_the_clock_of_a_torch_trace_can_be_laid_over_the_hosts(tmp_path: Path) -> None:
+    timeline = read_trace(graph_decode_trace(tmp_path / "graph.json"))
+    assert timeline.epoch_ns == 1790857026000000000
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_our_own_trace_comes_back_as_it_was_written(suffix: str, tmp_path: Path) -> None:
+    timeline = Timeline("slipstream on a test")
+    loop = timeline.lane("loop", LaneKind.LOOP, thread="7/8")
+    loop.add("launch", 10**15 + 1, 10**15 + 1234, 5)
+    timeline.lane("calls", LaneKind.RUNTIME, thread="7/8").add("cudaGraphLaunch", 10**15 + 7, 10**15 + 9, correlation=3)
+    timeline.lane("compute", LaneKind.DEVICE).add("gemm", 10**15 + 40, 10**15 + 50, 5, 3)
+    timeline.lane("r0", LaneKind.REQUESTS).add("decode", 10**15, 10**15 + 50)
+    timeline.lane("r1", LaneKind.REQUESTS).add("decode", 10**15 + 3, 10**15 + 60)
+    timeline.facts[5] = StepFacts(rows=2, tokens=2, sampled=2)
+    path = tmp_path / f"own{suffix}"
+    write_chrome(timeline, path)
+    again = read_trace(path)
+    assert (again.source, again.facts) == (timeline.source, timeline.facts)
+
+    def content(each: Timeline) -> dict[tuple[str, str, str], list[Span]]:
+        return {
+            (lane.name, lane.kind.value, lane.thread): [
+                span._replace(start_ns=span.start_ns - start, end_ns=span.end_ns - start) for span in lane.spans()
+            ]
+            for start in [min(int(lane.columns().starts[0]) for lane in each.lanes)]
+            for lane in each.lanes
+        }
+
+    assert {key[:2]: spans for key, spans in content(again).items()} == {
+        key[:2]: spans for key, spans in content(timeline).items()
+    }
+    assert {lane.thread for lane in again.of_kind(LaneKind.LOOP, LaneKind.RUNTIME)} == {"7/8"}
+
+
+def test_flows_lead_from_each_launch_call_to_the_first_work_it_brought(tmp_path: Path) -> None:
+    timeline = read_trace(graph_decode_trace(tmp_path / "graph.json", steps=3))
+    events = json.loads(gzip.decompress(chrome_bytes(timeline)))["traceEvents"]
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert set(starts) == set(ends) == set(range(1, 10))
+    assert all(ends[number]["ts"] > starts[number]["ts"] for number in ends)
+    assert ends[1]["ts"] - starts[1]["ts"] == pytest.approx(100)
+
+
+def test_a_write_that_fails_leaves_no_file_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = read_trace(graph_decode_trace(tmp_path / "graph.json"))
+
+    def disk_full(self: Any, lines: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(gzip.GzipFile, "writelines", disk_full)
+    with pytest.raises(OSError, match="no space"):
+        write_chrome(timeline, tmp_path / "out.json.gz")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_real_trace_of_torchs_profiler_is_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    matrix = torch.ones(64, 64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.record_function("outer"):
+            matrix @ matrix
+    profile.export_chrome_trace(str(tmp_path / "cpu.json"))
+    timeline = read_chrome(tmp_path / "cpu.json")
+    (lane,) = timeline.of_kind(LaneKind.HOST)
+    names = [span.name for span in lane.spans()]
+    assert names[0] == "outer"
+    assert "aten::mm" in names
+    assert timeline.epoch_ns is not None
+    outer = next(lane.spans())
+    assert abs(timeline.epoch_ns + outer.start_ns - time.time_ns()) < 60e9
+    with pytest.raises(TraceError, match="nothing ran on a device"):
+        overlap_report(timeline)
+
+
+BIG = """
+import resource, sys, time
+from slipstream.profiling.overlap_report import overlap_report
+from slipstream.profiling.read_trace import read_trace
+start = time.perf_counter()
+timeline = read_trace(sys.argv[1])
+report = overlap_report(timeline)
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, report.num_graph_launches)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_hundred_megabytes_of_two_million_events_are_reported_in_time_and_memory(tmp_path: Path) -> None:
+    path, num_events = tmp_path / "big.json", 2_000_000
+    with path.open("w") as file:
+        file.write('{"schemaVersion":1,"deviceProperties":[],"traceEvents":[\n')
+        for number in range(num_events // 2):
+            at = 5144891654537.137 + 5 * number
+            file.write(
+                f'{{"ph":"X","cat":"cuda_runtime","name":"cudaLaunchKernel","pid":4,"tid":1,"ts":{at:.3f},"dur":1.5,'
+                f'"args":{{"correlation":{number + 1}}}}},\n'
+                f'{{"ph":"X","cat":"kernel","name":"k{number % 300}","pid":0,"tid":7,"ts":{at + 2:.3f},"dur":3.125,'
+                f'"args":{{"device":0,"stream":7,"correlation":{number + 1}}}}},\n'
+            )
+        file.write('{"ph":"i","name":"end","ts":1,"s":"g"}],"traceName":"x"}')
+    assert path.stat().st_size > 200e6
+    done = subprocess.run([sys.executable, "-c", BIG, str(path)], capture_output=True, text=True, check=True)
+    seconds, mebibytes, _ = map(float, done.stdout.split())
+    assert seconds < 20
+    assert mebibytes < 1024

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
 
 from ..streams.marks import MarkSwitch
 from .cache.radix_node import CacheEvent
 from .config import EngineConfig
 from .engine_state import EngineState as EngineState
 from .errors import ConfigError, EngineDead, MisuseError, Overloaded, RequestError
-from .opening import make_scheduler, open_model
+from .grammar_session import CompiledGrammar
+from .grammar_store import GrammarStore
+from .opening import make_scheduler, open_grammars, open_model
 from .outputs import Completion, Failed, Sink
 from .request import Request
 from .request_builder import RequestBuilder, checked_deadline
+from .request_handle import RequestHandle as RequestHandle
 from .sampling_params import SamplingParams
 from .scheduler.scheduler import Scheduler, SchedulerStats
 from .step_loop import StepLoop, deliver
@@ -25,21 +27,6 @@ from .token_stream import TokenStream
 from .worker import MarksLanes, Worker, WorkerLimits
 
 STOP_TIMEOUT_S = 5.0  # how long closing waits for the step in flight before it gives the step up
-
-
-class RequestHandle(NamedTuple):
-    """A submitted request."""
-
-    engine: Engine
-    request: Request
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    def abort(self) -> None:
-        """End the request now: its sink gets Cancelled before this returns. Does nothing if it has ended."""
-        self.engine._abort(self.request)
 
 
 class Engine:
@@ -65,6 +52,7 @@ class Engine:
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None
         self._builder: RequestBuilder | None = None
+        self._grammars: GrammarStore | None = None
         self._loop: StepLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -124,6 +112,7 @@ class Engine:
         """Make what stands on a started worker, and set it going."""
         self._scheduler = make_scheduler(self.config, limits, worker)
         self._builder = RequestBuilder(limits, self.tokenizer)
+        self._grammars = open_grammars(self.config, self.tokenizer, limits)
         self._loop = StepLoop(
             self._scheduler,
             worker,
@@ -174,6 +163,8 @@ class Engine:
         if self._supervisor is not None and not self._supervisor.done():
             self._supervisor.cancel()  # a step is stuck: its wait is given up, and with it the engine
             await asyncio.wait({self._supervisor})
+        if self._grammars is not None:
+            self._grammars.close()
         if self._worker is not None:
             await self._worker.aclose()
 
@@ -224,9 +215,12 @@ class Engine:
         """Call `listener`, from the event loop and in order, with each prefix that becomes cached or is cached no longer,
         for a router that knows prefixes; until the returned function is called.
         """
-        self._check_event_loop()
-        call_soon = asyncio.get_running_loop().call_soon
-        return self._started().memory.tree.subscribe(lambda event: call_soon(listener, event) and None)
+        loop = asyncio.get_running_loop()
+
+        def send(event: CacheEvent) -> None:
+            loop.call_soon(listener, event)
+
+        return self._started().memory.tree.subscribe(send)
 
     # ---- what it knows
 
@@ -304,9 +298,23 @@ class Engine:
         async def submit(sink: Sink) -> RequestHandle:
             self._accepting()  # before a long text is encoded for nothing
             ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-            return self.submit(ids, params, sink, request_id=request_id, priority=priority, deadline_s=deadline_s)
+            grammar = await self.compile_grammar(params)
+            return self.submit(
+                ids, params, sink, request_id=request_id, priority=priority, deadline_s=deadline_s, grammar=grammar
+            )
 
         return TokenStream(submit, whole=whole)
+
+    async def compile_grammar(self, params: SamplingParams | None) -> CompiledGrammar | None:
+        """What `submit` needs beside `params` that ask for structured output; compiled off the loop, kept for the next.
+
+        Raises: RequestError for what cannot be enforced, naming the keyword of a schema by its path; Overloaded.
+        """
+        if params is None or params.structured_output is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("structured output needs a tokenizer", param="structured_output")
+        return await self._grammars.get(params.structured_output)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; long texts are encoded off the loop. Raises: RequestError."""
@@ -324,6 +332,7 @@ class Engine:
         salt: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> RequestHandle:
         """Check and queue a request in one go; nothing is registered if it raises.
 
@@ -333,7 +342,7 @@ class Engine:
         """
         scheduler = self._accepting()
         assert self._builder is not None
-        assert self._loop is not None
+        loop = self._started_loop()
         request = self._builder.build(
             prompt_ids,
             params if params is not None else SamplingParams(),
@@ -341,13 +350,14 @@ class Engine:
             request_id=request_id,
             salt=salt,
             priority=priority,
-            deadline=None if deadline_s is None else self._loop.clock() + checked_deadline(deadline_s),
+            deadline=None if deadline_s is None else loop.clock() + checked_deadline(deadline_s),
+            grammar=grammar,
         )
         scheduler.add(request)
         if self._watcher is not None:
             self._watcher(request)
-        self._loop.wake()
-        return RequestHandle(self, request)
+        loop.wake()
+        return RequestHandle(request, self._abort)
 
     def abort(self, request_id: str) -> int:
         """Abort every live request with this id; return how many there were."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import get_running_loop
 from collections.abc import Sequence
 
 from .errors import MisuseError, RequestCancelled
@@ -35,13 +36,17 @@ class Outbox:
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         self._token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs)
+        if logprobs:
+            self._logprobs.extend(logprobs)
         if prompt_logprobs:
             self._prompt_logprobs = tuple(prompt_logprobs)
         if text:
             self._pieces.append(text)
-        if not self._whole:
-            self._wake()
+        waiter = self._waiter
+        if waiter is not None and not self._whole:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
     def end(self, end: End) -> None:
         self._end = end
@@ -62,38 +67,34 @@ class Outbox:
             raise MisuseError("two tasks wait for the tokens of one request")
         token_ids, end = self._token_ids, self._end
         while end is None and (self._whole or not token_ids):
-            self._waiter = asyncio.get_running_loop().create_future()
+            waiter = self._waiter = get_running_loop().create_future()
             try:
-                await self._waiter
-            finally:
+                await waiter
+            except BaseException:
                 self._waiter = None
+                raise
             end = self._end
-        if not token_ids:
+        if not token_ids and end is not None:
             if isinstance(end, Failed):
                 raise end.error
             if isinstance(end, Cancelled):
                 raise RequestCancelled("the request was aborted")
+        ids = tuple(token_ids)
+        token_ids.clear()
+        text = ""
+        if self._pieces:
+            text = "".join(self._pieces)
+            self._pieces.clear()
         finished = end if isinstance(end, Finished) else None
-        return Delta(tuple(token_ids), self._taken_text(), finished, *self._taken_scores())
-
-    def _taken_text(self) -> str:
-        """What has gathered beside the ids, which are let go with it."""
-        self._token_ids.clear()
-        pieces = self._pieces
-        if not pieces:
-            return ""
-        text = pieces[0] if len(pieces) == 1 else "".join(pieces)
-        pieces.clear()
-        return text
-
-    def _taken_scores(self) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
         if not self._logprobs and not self._prompt_logprobs:
-            return (), ()
-        scores = tuple(self._logprobs), self._prompt_logprobs
+            # What a NamedTuple's own constructor does, at half its cost: this is made for every token of every stream.
+            return tuple.__new__(Delta, (ids, text, finished, (), ()))
+        delta = Delta(ids, text, finished, tuple(self._logprobs), self._prompt_logprobs)
         self._logprobs.clear()
         self._prompt_logprobs = ()
-        return scores
+        return delta
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: its consumer was cancelled, and has not run since
+            waiter.set_result(None)

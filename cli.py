@@ -9,6 +9,7 @@ import ast
 import asyncio
 import importlib
 import json
+import logging
 import pkgutil
 import shlex
 import sys
@@ -101,6 +102,7 @@ def serve(
         settings=limits,
     )
     typer.echo(f"slipstream: loading {config.model}")
+    _log_to_stderr()
     with _runner() as runner:
         code = runner.run(
             serve_app(
@@ -117,6 +119,15 @@ def serve(
             )
         )
     raise typer.Exit(code)
+
+
+def _log_to_stderr() -> None:
+    """A line a request, with its id; what other libraries log is theirs to show."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    log = logging.getLogger("slipstream")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 def _say_ready(url: str, name: str, *, needs_key: bool) -> None:

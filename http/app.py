@@ -22,6 +22,7 @@ from .front import Front
 from .metrics import FrontMetrics
 from .operations import OPERATIONS, Operation
 from .progress import Progress
+from .request_log import RequestLog
 from .settings import FrontSettings
 from .web_page import page_routes
 
@@ -53,7 +54,7 @@ def create_app(
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
     names = names or (engine.model_name,)
     settings = settings if settings is not None else FrontSettings()
-    counters = FrontMetrics(names[0])
+    counters = FrontMetrics()
     front = Front(
         engine=engine,
         model_names=names,
@@ -61,6 +62,7 @@ def create_app(
         metrics=counters,
         fan_out=FanOut(counters.loop_lag_s),
         progress=Progress(settings.stuck_after_s),
+        log=RequestLog(shows_prompts=settings.log_prompts),
     )
     front.step_times.attach(engine)
     keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())

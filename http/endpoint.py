@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from .course import Course
 from .failures import reported
 from .frames import Shape
 from .front import Front
@@ -22,7 +22,6 @@ from .submission import Job, Urgency
 from .whole import whole_answer
 
 Handler = Callable[[Front, "Call"], Awaitable[Response]]
-log = logging.getLogger("slipstream.http")
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_KEY = "slipstream.request_id"
 
@@ -48,6 +47,7 @@ class Call:
     request: Request
     request_id: str
     accepted_at: float
+    course: Course | None = None  # once it generates
     names: dict[str, str] = field(default_factory=dict)
 
     def urgency(self, priority: int, deadline_s: float | None) -> Urgency:
@@ -76,15 +76,7 @@ class Endpoint:
             if not isinstance(response, SseResponse):
                 response.headers["x-request-id"] = call.request_id
         await response(scope, receive, send)
-        if log.isEnabledFor(logging.INFO):
-            seconds = perf_counter() - call.accepted_at
-            log.info(
-                "request_id=%s path=%s status=%d seconds=%.4f",
-                call.request_id,
-                scope["path"],
-                response.status_code,
-                seconds,
-            )
+        self._front.log.write(self._front, call, scope["path"], response.status_code)
 
 
 def json_response(content: object, status: int = 200) -> Response:
@@ -93,8 +85,8 @@ def json_response(content: object, status: int = 200) -> Response:
 
 async def answer(front: Front, call: Call, shape: Shape, jobs: Sequence[Job], *, stream: bool) -> Response:
     """Generate `jobs` and answer with them in `shape`."""
+    prompts = [job.prompt_ids for job in jobs if job.counts_prompt]
+    course = call.course = Course(request_id=call.request_id, accepted_at=call.accepted_at, prompts=prompts)
     if stream:
-        return SseResponse(front, shape, jobs, request_id=call.request_id, accepted_at=call.accepted_at)
-    return await whole_answer(
-        front, shape, jobs, call.request.receive, request_id=call.request_id, accepted_at=call.accepted_at
-    )
+        return SseResponse(front, shape, jobs, course)
+    return await whole_answer(front, shape, jobs, call.request.receive, course)

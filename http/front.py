@@ -13,6 +13,7 @@ from .failures import model_not_found, not_ready
 from .fan_out import FanOut
 from .metrics import FrontMetrics
 from .progress import Progress
+from .request_log import RequestLog
 from .settings import FrontSettings
 from .step_times import StepTimes
 
@@ -33,6 +34,7 @@ class Front:
     metrics: FrontMetrics
     fan_out: FanOut
     progress: Progress
+    log: RequestLog
     step_times: StepTimes = field(default_factory=StepTimes)
     live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it
     created: int = field(default_factory=lambda: int(time.time()))

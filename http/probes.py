@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from ..engine.engine import EngineState
 from .endpoint import Call, json_response
+from .exposition import CONTENT_TYPE, exposition
 from .front import Front
-from .metrics import CONTENT_TYPE
 
 
 async def health(front: Front, call: Call) -> Response:
@@ -28,7 +28,7 @@ async def ready(front: Front, call: Call) -> Response:
 
 async def metrics(front: Front, call: Call) -> Response:
     """Counters and latencies in Prometheus' text format."""
-    return Response(front.metrics.render(front.engine), headers={"content-type": CONTENT_TYPE})
+    return Response(exposition(front), headers={"content-type": CONTENT_TYPE})
 
 
 async def server_info(front: Front, call: Call) -> Response:

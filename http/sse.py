@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine.outputs import End, Finished, Usage
 from .connection import DirectConnection, direct_connection
+from .course import Course
 from .disconnect import watching
 from .failures import reported
 from .frames import PING, Shape
@@ -121,16 +122,14 @@ class SseResponse(Response):
     app, without an await in between; nothing of it runs on afterwards.
     """
 
-    def __init__(self, front: Front, shape: Shape, jobs: Sequence[Job], *, request_id: str, accepted_at: float) -> None:
+    def __init__(self, front: Front, shape: Shape, jobs: Sequence[Job], course: Course) -> None:
         self.status_code = 200
         self.background = None
         self.front = front
         self._shape = shape
         self._jobs = jobs
-        self._request_id = request_id
-        self._accepted_at = accepted_at
-        self._first_at: float | None = None
-        self._last_write_at = accepted_at
+        self._course = course
+        self._last_write_at = course.accepted_at
         self._choices = [Choice(self, shape, index, len(job.prompt_ids)) for index, job in enumerate(jobs)]
         self._fresh: list[Choice] = []  # choices with something to write
         self._num_running = len(jobs)
@@ -142,7 +141,7 @@ class SseResponse(Response):
         self._is_scheduled = False
         self._is_parked = True  # the request's task writes; flush() may not
         self._is_given_up = False  # the client is gone, or as good as
-        self._submission = Submission(front, jobs, self._choices, request_id)
+        self._submission = Submission(front, jobs, self._choices, course)
 
     # Called by the choices, on the step loop.
 
@@ -161,9 +160,8 @@ class SseResponse(Response):
             self._woken.set()
 
     def saw_first(self, now: float) -> None:
-        if self._first_at is None:
-            self._first_at = now
-            self.front.metrics.first_token_s.observe(now - self._accepted_at)
+        if self._course.first_token_s is None:
+            self._submission.saw_first(now)
 
     def usage(self) -> Usage:
         """Of all choices together, so far."""
@@ -185,7 +183,7 @@ class SseResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection = direct_connection(scope)
-        headers = [*HEADERS, (b"x-request-id", self._request_id.encode("latin-1"))]
+        headers = [*HEADERS, (b"x-request-id", self._course.request_id.encode("latin-1"))]
         try:
             async with watching(receive, self._hung_up):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -197,8 +195,8 @@ class SseResponse(Response):
                 self._ping_timer.cancel()
             ends = [choice.ended for choice in self._choices]
             self._submission.close()
-            seconds = perf_counter() - self._accepted_at
-            count_end(self.front, ends, self._error, seconds)
+            self._course.end(ends, self.usage(), self._error)
+            count_end(self.front, self._course)
 
     async def _write_until_over(self, send: Send) -> None:
         while not self._is_given_up:
@@ -239,7 +237,7 @@ class SseResponse(Response):
     def _last_words(self) -> bytes:
         if self._error is None:
             return self._shape.ending(self.usage())
-        return self._shape.error(reported(self._error, self._request_id))
+        return self._shape.error(reported(self._error, self._course.request_id))
 
     @property
     def _is_over(self) -> bool:
@@ -248,8 +246,7 @@ class SseResponse(Response):
     def _hung_up(self) -> None:
         """The client is gone (or has all it came for, which makes this harmless)."""
         if not self._is_given_up:
-            if not self._is_over:
-                self.front.metrics.num_hang_ups += 1
+            self._course.hung_up = not self._is_over
             self._is_given_up = True
             self._submission.abort()
             self._woken.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ STEP_S = (0.0005, *INTER_TOKEN_S)
 HOST_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 KEPT_RANGES = 512  # some eighty steps
 KEPT_STEPS = 64
+KEPT_LAUNCHES = 4096
 NO_WAIT_NS = 30_000  # a shorter wait means that the results were there before the loop asked for them
 
 
@@ -45,6 +47,8 @@ class StepTimes:
         self.last_host_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self._ranges: deque[Range] = deque(maxlen=KEPT_RANGES)
         self._launched: dict[int, int] = {}  # when, by the steps in flight
+        self._past_steps = array("q", [-1]) * KEPT_LAUNCHES
+        self._past_launches_ns = array("q", [0]) * KEPT_LAUNCHES
         self._wait_ns = 0
         self._settled_ns = 0
 
@@ -58,6 +62,11 @@ class StepTimes:
         """The last finished ranges, in the order of their ends."""
         return list(self._ranges)
 
+    def launched_at(self, step: int) -> float | None:
+        """When a step was launched, on `perf_counter`; None if that was long ago or not recorded."""
+        slot = step % KEPT_LAUNCHES
+        return self._past_launches_ns[slot] * 1e-9 if self._past_steps[slot] == step >= 0 else None
+
     # What the step loop calls.
 
     @property
@@ -70,6 +79,8 @@ class StepTimes:
             if not self._launched:
                 self.num_alone += 1
             self._launched[step] = now
+            slot = step % KEPT_LAUNCHES
+            self._past_steps[slot], self._past_launches_ns[slot] = step, now
         return name, step, tokens, now
 
     def end(self, token: Any) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..engine.engine import RequestHandle
-from ..engine.outputs import Cancelled, End, Failed, Finished, Sink, Usage
+from ..engine.outputs import Cancelled, End, Failed, Sink, Usage
 from ..engine.sampling_params import SamplingParams
-from .failures import Aborted, failure_of
+from .course import Course
+from .failures import Aborted
 from .front import Front
 
 
@@ -48,12 +49,13 @@ def total_usage(jobs: Sequence[Job], usages: Sequence[Usage]) -> Usage:
 class Submission:
     """The submissions of one response: all of them or none, known to `front.live` until closed."""
 
-    __slots__ = ("_front", "_handles", "_request_id")
+    __slots__ = ("_course", "_front", "_handles", "_submitted_at")
 
-    def __init__(self, front: Front, jobs: Sequence[Job], sinks: Sequence[Sink], request_id: str) -> None:
+    def __init__(self, front: Front, jobs: Sequence[Job], sinks: Sequence[Sink], course: Course) -> None:
         """Raises what the engine raises; then nothing stays submitted."""
         self._front = front
-        self._request_id = request_id
+        self._course = course
+        self._submitted_at = perf_counter()
         self._handles: list[RequestHandle] = []
         front.check_open()
         try:
@@ -63,7 +65,7 @@ class Submission:
                     job.prompt_ids,
                     job.params,
                     sink,
-                    request_id=request_id,
+                    request_id=course.request_id,
                     priority=urgency.priority,
                     deadline_s=urgency.seconds_left,
                 )
@@ -71,7 +73,17 @@ class Submission:
         except BaseException:
             self.abort()
             raise
-        front.live.setdefault(request_id, []).append(self)
+        front.live.setdefault(course.request_id, []).append(self)
+
+    def saw_first(self, now: float) -> None:
+        """The request's first token is on its way to the client."""
+        course, metrics = self._course, self._front.metrics
+        course.first_token_s = now - course.accepted_at
+        metrics.first_token_s.observe(course.first_token_s)
+        admitted_at = self._front.step_times.launched_at(self._handles[0].request.first_step)
+        if admitted_at is not None:
+            course.queue_s = max(0.0, admitted_at - self._submitted_at)
+            metrics.queue_s.observe(course.queue_s)
 
     def abort(self) -> None:
         """Abort what still runs. Each of its sinks gets its end at once."""
@@ -81,22 +93,22 @@ class Submission:
     def close(self) -> None:
         """The response is over: nothing of it may run on."""
         self.abort()
-        alive = self._front.live.get(self._request_id, [])
+        alive = self._front.live.get(self._course.request_id, [])
         if self in alive:
             alive.remove(self)
             if not alive:
-                del self._front.live[self._request_id]
+                del self._front.live[self._course.request_id]
 
 
-def count_end(front: Front, ends: Sequence[End | None], error: Exception | None, seconds: float) -> None:
+def count_end(front: Front, course: Course) -> None:
     """Add a response that is over, however it ended, to the metrics."""
     metrics = front.metrics
-    metrics.request_s.observe(seconds)
-    for end in ends:
-        if isinstance(end, Finished):
-            metrics.finished[end.reason] += 1
-    if error is not None:
-        metrics.failed[failure_of(error).code or "unknown"] += 1
+    metrics.request_s.observe(course.seconds or 0.0)
+    metrics.finished.update(course.reasons)
+    if course.error is not None:
+        metrics.failed[course.error] += 1
+    if course.hung_up:
+        metrics.num_hang_ups += 1
 
 
 def error_of(end: End) -> Exception | None:

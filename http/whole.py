@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from ..engine.outputs import End, Finished
+from .course import Course
 from .disconnect import watching
 from .frames import Collected, Shape
 from .front import Front
@@ -45,12 +46,13 @@ class Countdown:
     def __init__(self, num_choices: int) -> None:
         self._num_running = num_choices
         self.error: Exception | None = None
-        self.first_at: float | None = None
+        self.submission: Submission | None = None  # until its first token has come
         self.is_over = asyncio.Event()
 
     def saw_token(self) -> None:
-        if self.first_at is None:
-            self.first_at = perf_counter()
+        if self.submission is not None:
+            self.submission.saw_first(perf_counter())
+            self.submission = None
 
     def choice_ended(self, end: End) -> None:
         self._num_running -= 1
@@ -59,16 +61,14 @@ class Countdown:
             self.is_over.set()
 
 
-async def whole_answer(
-    front: Front, shape: Shape, jobs: Sequence[Job], receive: Receive, *, request_id: str, accepted_at: float
-) -> Response:
+async def whole_answer(front: Front, shape: Shape, jobs: Sequence[Job], receive: Receive, course: Course) -> Response:
     """Submit `jobs` and wait for all of them. A client that hangs up takes them with it.
 
     Raises: what the engine refuses them with, or what one of them failed with.
     """
     over = Countdown(len(jobs))
     collectors = [Collector(over) for _ in jobs]
-    submission = Submission(front, jobs, collectors, request_id)
+    over.submission = submission = Submission(front, jobs, collectors, course)
     is_gone = False
 
     def hung_up() -> None:
@@ -83,13 +83,11 @@ async def whole_answer(
         ends = [collector.ended for collector in collectors]
         submission.close()
     usage = total_usage(jobs, [collector.ended.usage for collector in collectors if collector.ended is not None])
-    if over.first_at is not None:
-        front.metrics.first_token_s.observe(over.first_at - accepted_at)
-    if is_gone and any(end is None for end in ends):
-        front.metrics.num_hang_ups += 1
-        count_end(front, ends, None, perf_counter() - accepted_at)
+    course.hung_up = is_gone and any(end is None for end in ends)
+    course.end(ends, usage, None if course.hung_up else over.error)
+    count_end(front, course)
+    if course.hung_up:
         return Response(status_code=CLIENT_GONE)
-    count_end(front, ends, over.error, perf_counter() - accepted_at)
     if over.error is not None:
         raise over.error
     choices = [

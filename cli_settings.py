@@ -33,6 +33,7 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "Tokens of prompt and output together; by default what the model allows.", ("--context-length",)
     ),
     "chat_template": Flag("A file with a Jinja template to use instead of the model's own."),
+    "grammar_backend": Flag("Of structured output; 'auto' takes xgrammar where it is installed."),
     "skip_tokenizer": Flag("Ids in, ids out: load no tokenizer.", ("--skip-tokenizer-init",)),
     "device": Flag("'auto' takes a GPU if one answers."),
     "cpu_threads": Flag("Threads of one operation on the CPU; by default all cores but one."),
@@ -90,6 +91,7 @@ FRONT_FLAGS: Mapping[str, Flag] = {
     "write_timeout_s": Flag("Seconds that a client which does not read may hold up one write."),
     "stuck_after_s": Flag("Seconds without the end of a step, while requests run, after which /health says so."),
     "max_pending_chars": Flag("Characters kept for a client that reads slower than its tokens come."),
+    "log_prompts": Flag("Show the beginning of each prompt in the log of requests."),
 }
 _DEFAULTS: Mapping[str, object] = {"model": DEMO_MODEL}
 _AS_LISTS: Mapping[object, object] = {tuple[str, ...]: list[str], tuple[int, ...]: list[int]}

@@ -15,6 +15,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 GraphMode = Literal["auto", "full", "breakable", "off"]
 AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 LoadFormat = Literal["auto", "dummy"]
+GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulePolicy = Literal["fcfs", "lpm", "shortest-prefill", "priority"]
 
 
@@ -54,6 +55,7 @@ class EngineConfig:
     debug_cuda_graph: bool = False  # the whole forward as one eager break of a breakable graph
     row_invariant: bool = False  # same arithmetic for a row whatever shares its batch; slower
     cpu_threads: int | None = None  # intra-op threads on the CPU; None: cores - 1
+    grammar_backend: GrammarBackendName = "auto"  # xgrammar where it is installed, else llguidance
     skip_tokenizer: bool = False  # ids in, ids out
     chat_template: str | None = None  # a file with a Jinja template instead of the model's own
 
@@ -103,6 +105,17 @@ class EngineConfig:
             raise ConfigError("max_prefill_tokens must hold at least one page", field="max_prefill_tokens")
 
     @classmethod
+    def given(cls, config: EngineConfig | None, settings: Mapping[str, object]) -> EngineConfig:
+        """One of the two, the other being left out. Raises: ConfigError."""
+        if config is None:
+            return cls.from_settings(settings)
+        if not isinstance(config, EngineConfig):
+            raise ConfigError("config must be an EngineConfig; a model is named by Engine(model=…)", field="config")
+        if settings:
+            raise ConfigError(f"give a config or settings, not both: {', '.join(settings)}")
+        return config
+
+    @classmethod
     def from_settings(cls, settings: Mapping[str, object]) -> EngineConfig:
         """Build from plain names and values. Raises ConfigError for a name that does not exist."""
         known = {field.name for field in dataclasses.fields(cls)}
@@ -118,6 +131,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
+    "grammar_backend": get_args(GrammarBackendName),
     "schedule_policy": get_args(SchedulePolicy),
     "eviction_policy": get_args(EvictionPolicy),
     "decode_attention": get_args(AttentionBackendName),

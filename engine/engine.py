@@ -10,7 +10,7 @@ from ..streams.marks import MarkSwitch
 from .cache.radix_node import CacheEvent
 from .config import EngineConfig
 from .engine_state import EngineState as EngineState
-from .errors import ConfigError, EngineDead, MisuseError, Overloaded, RequestError
+from .errors import EngineDead, MisuseError, Overloaded, RequestError
 from .grammar_session import CompiledGrammar
 from .grammar_store import GrammarStore
 from .opening import make_scheduler, open_grammars, open_model
@@ -37,11 +37,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, /, **settings: object) -> None:
         """`config`, or its settings by name. Raises: ConfigError naming the field."""
-        if config is not None and not isinstance(config, EngineConfig):
-            raise ConfigError("config must be an EngineConfig; a model is named by Engine(model=…)", field="config")
-        if config is not None and settings:
-            raise ConfigError(f"give a config or settings, not both: {', '.join(settings)}")
-        self.config = config if config is not None else EngineConfig.from_settings(settings)
+        self.config = EngineConfig.given(config, settings)
         self.tokenizer: TextTokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         self.model_name = self.config.model
@@ -310,11 +306,8 @@ class Engine:
 
         Raises: RequestError for what cannot be enforced, naming the keyword of a schema by its path; Overloaded.
         """
-        if params is None or params.structured_output is None:
-            return None
-        if self._grammars is None:
-            raise RequestError("structured output needs a tokenizer", param="structured_output")
-        return await self._grammars.get(params.structured_output)
+        spec = None if params is None else params.structured_output
+        return None if spec is None or self._grammars is None else await self._grammars.get(spec)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; long texts are encoded off the loop. Raises: RequestError."""

@@ -62,6 +62,11 @@ class GrammarSession(Protocol):
 class CompiledGrammar(Protocol):
     """A grammar ready for use by any number of requests at once. Immutable."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        ...
+
     def session(self) -> GrammarSession:
         """A new session at the start."""
         ...

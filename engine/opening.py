@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from ..streams.marks import MarkSwitch
 from .config import EngineConfig
-from .errors import ConfigError
+from .errors import ConfigError, RequestError
+from .grammar_session import GrammarBackend
+from .grammar_store import GrammarStore
 from .scheduler.scheduler import Scheduler
 from .text.chat_template import ChatTemplate
 from .text.tokenization import TextTokenizer
@@ -39,6 +41,19 @@ async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
             source = await asyncio.to_thread(_read_template, config.chat_template)
             chat_template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
     return OpenedModel(TpWorker(config, found.path, marks), found.name, tokenizer, chat_template)
+
+
+def open_grammars(config: EngineConfig, tokenizer: TextTokenizer | None, limits: WorkerLimits) -> GrammarStore:
+    """The store of compiled grammars. Its library is loaded with the first grammar."""
+
+    def make_backend() -> GrammarBackend:
+        if tokenizer is None:
+            raise RequestError("structured output needs a tokenizer", param="structured_output")
+        from .sampling.grammar_backend import make_grammar_backend
+
+        return make_grammar_backend(config.grammar_backend, tokenizer, limits.vocab_size)
+
+    return GrammarStore(make_backend)
 
 
 def make_scheduler(config: EngineConfig, limits: WorkerLimits, worker: Worker) -> Scheduler:

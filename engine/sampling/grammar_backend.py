@@ -1,0 +1,33 @@
+"""Which grammar library serves a tokenizer."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ..errors import RequestError
+
+if TYPE_CHECKING:
+    from ..config import GrammarBackendName
+    from ..grammar_session import GrammarBackend
+    from ..text.tokenization import TextTokenizer
+
+
+def make_grammar_backend(name: GrammarBackendName, tokenizer: TextTokenizer, vocab_size: int) -> GrammarBackend:
+    """`auto`: xgrammar where it is installed (with the package for GPUs), else llguidance.
+
+    Ids beyond the tokenizer and special tokens add no text and are never allowed. Raises: RequestError if the model has
+    no end token: a text could not end where its grammar does.
+    """
+    end_ids = sorted(token_id for token_id in tokenizer.eos_ids if token_id < vocab_size)
+    if not end_ids:
+        raise RequestError("structured output needs a model with an end token", param="structured_output")
+    special = tokenizer.special_ids
+    token_bytes = [b"" if index in special else tokenizer.token_bytes(index) for index in range(vocab_size)]
+    if name == "xgrammar" or (name == "auto" and find_spec("xgrammar") is not None):
+        from .grammar_xgrammar import XgrammarBackend
+
+        return XgrammarBackend(token_bytes, end_ids)
+    from .grammar_llguidance import LlguidanceBackend
+
+    return LlguidanceBackend(token_bytes, end_ids)

@@ -1,0 +1,129 @@
+"""Structured output by llguidance, which needs no other package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from ..errors import RequestError
+from ..grammar_session import GrammarSpec
+from .grammar_sources import choices, plain_error
+
+MAX_WHITESPACE = 16
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for one."""
+
+    def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
+        self.tokens = list(token_bytes)
+        self.eos_token_id = min(end_ids)
+        self.bos_token_id = None
+        self.special_token_ids = sorted({token_id for token_id, text in enumerate(token_bytes) if not text} | {*end_ids})
+        by_text = {text: token_id for token_id, text in reversed(list(enumerate(token_bytes))) if text}
+        self._by_byte = [by_text.get(bytes((byte,))) for byte in range(256)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Byte by byte where there are such tokens: only asked for texts that a grammar forces, to skip ahead."""
+        content = text.encode() if isinstance(text, str) else text
+        return [token_id for token_id in (self._by_byte[byte] for byte in content) if token_id is not None]
+
+
+class LlguidanceBackend:
+    """One tokenizer's grammars; arguments as `XgrammarBackend`'s."""
+
+    def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
+        wrapped = llguidance.TokenizerWrapper(_Vocabulary(token_bytes, end_ids))
+        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=len(token_bytes))
+        self._end_ids = tuple(end_ids)
+        self._num_words = -(-len(token_bytes) // 32)
+
+    def compile_blocking(self, spec: GrammarSpec) -> LlguidanceGrammar:
+        """Raises: RequestError."""
+        try:
+            grammar = LlguidanceGrammar(self._tokenizer, self._source(spec), self._end_ids, self._num_words)
+            grammar.session()
+        except (ValueError, RuntimeError) as error:
+            raise RequestError(
+                f"the {spec.kind} cannot be used: {plain_error(error)}", param="structured_output"
+            ) from error
+        return grammar
+
+    def _source(self, spec: GrammarSpec) -> str:
+        matcher = llguidance.LLMatcher
+        options: Any = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
+        if spec.kind == "json_schema":
+            return str(matcher.grammar_from_json_schema(json.loads(spec.source), options))
+        if spec.kind == "json_object":
+            return str(matcher.grammar_from_json_schema({"type": "object"}, options))
+        if spec.kind == "regex":
+            return str(matcher.grammar_from_regex(spec.source))
+        if spec.kind == "choice":
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices(spec.source))
+            return str(matcher.grammar_from_lark(f"start: {texts}\n"))
+        return str(matcher.grammar_from_lark(llguidance.gbnf_to_lark.gbnf_to_lark(spec.source)))
+
+
+class LlguidanceGrammar:
+    """A grammar's source, checked; the library compiles lazily, as sessions reach it."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, end_ids: Sequence[int], num_words: int) -> None:
+        self._tokenizer = tokenizer
+        self._source = source
+        self._end_ids = tuple(end_ids)
+        self._num_words = num_words
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._source)
+
+    def session(self) -> LlguidanceSession:
+        matcher = llguidance.LLMatcher(self._tokenizer, self._source, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return LlguidanceSession(matcher, self._end_ids, self._num_words)
+
+
+class LlguidanceSession:
+    """A matcher."""
+
+    __slots__ = ("_end_ids", "_mask", "_matcher", "_over_by")
+
+    def __init__(self, matcher: llguidance.LLMatcher, end_ids: Sequence[int], num_words: int) -> None:
+        self._matcher = matcher
+        self._end_ids = end_ids
+        self._mask = np.zeros(num_words, dtype=np.int32)
+        self._over_by = 0  # end tokens accepted, which the matcher itself does not count
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._over_by)
+
+    def fill(self) -> bytes:
+        # A matcher that has stopped allows the end token and nothing else.
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+        if self._matcher.is_accepting():
+            for token_id in self._end_ids:
+                bit = np.uint32(1 << (token_id % 32))
+                self._mask.view(np.uint32)[token_id // 32] |= bit
+        return self._mask.tobytes()
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self._end_ids:
+            if not self._matcher.is_accepting():
+                return False
+            self._over_by = 1
+            return True
+        if self._matcher.is_stopped() or self._matcher.try_consume_tokens([token_id]) != 1:
+            return False
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens - self._over_by)
+        self._over_by = 0

@@ -1,0 +1,192 @@
+"""Refuses a JSON schema for what a grammar of it would not enforce, naming the keyword by its path.
+
+A keyword passes if the grammar libraries enforce it where it stands, or if it is an annotation. What they are known to
+drop without a word (measured, library by library) is refused here: an answer that violates its schema is worse than none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from .errors import RequestError
+
+MAX_DEPTH: Final = 64
+_ANNOTATIONS: Final = frozenset(
+    {"title", "description", "default", "examples", "example", "$comment", "$schema", "deprecated", "readOnly",
+     "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator", "$defs", "definitions"}
+)  # fmt: skip
+_OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
+    "object": frozenset(
+        {"properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+         "maxProperties", "unevaluatedProperties"}
+    ),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}  # fmt: skip
+_TYPED: Final = frozenset[str]().union(*_OF_TYPE.values())
+_ALONE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+_FORMATS: Final = frozenset(
+    {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uri", "uri-reference", "uuid",
+     "json-pointer", "relative-json-pointer"}
+)  # fmt: skip
+_LOOKAROUND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?!:)|\\[bB1-9])")
+
+
+def check_schema(schema: Any) -> None:
+    """Raises: RequestError with the path of the first keyword that cannot be enforced, such as `$.properties.a.not`."""
+    _Check(schema).visit(schema, "$", 0)
+
+
+def _refuse(path: str, why: str) -> RequestError:
+    return RequestError(f"the schema cannot be enforced: {path} {why}", param="structured_output", code="unsupported_schema")
+
+
+class _Check:
+    """One walk over one schema."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def visit(self, schema: Any, path: str, depth: int) -> None:
+        if schema is True:
+            return
+        if depth > MAX_DEPTH:
+            raise _refuse(path, f"is nested deeper than {MAX_DEPTH}")
+        if not isinstance(schema, dict):
+            raise _refuse(path, "allows nothing" if schema is False else "is no schema")
+        types = self._types(schema, path)
+        alone = next((name for name in _ALONE if name in schema), None)
+        for name, value in schema.items():
+            at = f"{path}.{name}"
+            if name in _ANNOTATIONS or name == "type" or name.startswith("x-"):
+                continue
+            if name not in _TYPED and name not in _ALONE:
+                raise _refuse(at, "is not supported")
+            if alone is not None and name != alone:
+                raise _refuse(at, f"is not enforced beside {alone}")
+            if name in _TYPED and not types:
+                raise _refuse(at, "is only enforced where a type is given beside it")
+            self._keyword(schema, name, value, at, types)
+        for name in ("$defs", "definitions"):
+            for key, each in _members(schema.get(name, {}), f"{path}.{name}"):
+                self.visit(each, key, depth + 1)
+        for key, each in _children(schema, path):
+            self.visit(each, key, depth + 1)
+
+    def _types(self, schema: dict[str, Any], path: str) -> tuple[str, ...]:
+        given = schema.get("type", ())
+        types = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+        if not isinstance(types, tuple) or any(each not in _OF_TYPE for each in types):
+            raise _refuse(f"{path}.type", "is no type of JSON")
+        if types and any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf")):
+            raise _refuse(f"{path}.type", "is not enforced beside a reference or a combination")
+        return types
+
+    def _keyword(self, schema: dict[str, Any], name: str, value: Any, at: str, types: tuple[str, ...]) -> None:
+        if name == "$ref":
+            self._reference(value, at)
+        elif name == "allOf" and (not isinstance(value, list) or len(value) != 1):
+            raise _refuse(at, "is only supported with one schema in it")
+        elif name == "oneOf" and not _are_disjoint(value):
+            raise _refuse(at, "is only supported where its schemas exclude each other by type or by a constant property")
+        elif name in ("enum", "const"):
+            for each in value if name == "enum" and isinstance(value, list) else [value]:
+                if types and not any(_is_of(each, kind) for kind in types):
+                    raise _refuse(at, "has a value that is not of the type beside it")
+        elif name == "required":
+            self._required(schema, value, at)
+        elif name == "format" and value not in _FORMATS:
+            raise _refuse(at, f"is not one of {', '.join(sorted(_FORMATS))}")
+        elif name in ("minLength", "maxLength") and ("pattern" in schema or "format" in schema):
+            raise _refuse(at, "is not enforced beside pattern or format")
+        elif name == "pattern" and ("format" in schema or not isinstance(value, str) or _LOOKAROUND.search(value)):
+            raise _refuse(at, "uses look-around, back-references or word boundaries, or stands beside format")
+        elif name == "multipleOf" and "number" in types:
+            raise _refuse(at, "is only enforced for integers")
+        elif name == "propertyNames" and "patternProperties" in schema:
+            raise _refuse(at, "is not enforced beside patternProperties")
+
+    def _required(self, schema: dict[str, Any], value: Any, at: str) -> None:
+        properties = schema.get("properties", {})
+        if not isinstance(value, list) or not isinstance(properties, dict):
+            raise _refuse(at, "is no list of names")
+        for index, name in enumerate(value):
+            if name not in properties:
+                raise _refuse(f"{at}[{index}]", "is not among the properties")
+        if value and "patternProperties" in schema:
+            raise _refuse(at, "is not enforced beside patternProperties")
+
+    def _reference(self, value: Any, at: str) -> None:
+        target = self._root
+        if not isinstance(value, str) or not value.startswith("#"):
+            raise _refuse(at, "is not within the schema")
+        for part in value[1:].split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(target, dict) or part not in target:
+                raise _refuse(at, "points nowhere")
+            target = target[part]
+        if value not in ("#", "#/") and not value.startswith("#/"):
+            raise _refuse(at, "is an anchor")
+
+
+def _members(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise _refuse(path, "is no object")
+    for name, each in value.items():
+        yield f"{path}.{name}", each
+
+
+def _children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The schemas below this one, with their paths."""
+    for name in ("properties", "patternProperties"):
+        yield from _members(schema.get(name, {}), f"{path}.{name}")
+    for name in ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"):
+        if schema.get(name, False) is not False:
+            yield f"{path}.{name}", schema[name]
+    for name in ("prefixItems", "anyOf", "oneOf", "allOf"):
+        listed = schema.get(name, [])
+        if not isinstance(listed, list) or (name in schema and not listed):
+            raise _refuse(f"{path}.{name}", "is no list of schemas")
+        for index, each in enumerate(listed):
+            yield f"{path}.{name}[{index}]", each
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return not isinstance(value, bool) and (is_whole or (kind == "number" and isinstance(value, float)))
+    python = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}[kind]
+    return isinstance(value, python)
+
+
+def _are_disjoint(schemas: Any) -> bool:
+    """Whether no value fits two of these, as far as can be seen from types and constant properties."""
+    if not isinstance(schemas, list) or not all(isinstance(each, dict) for each in schemas):
+        return False
+    kinds = [each.get("type") for each in schemas]
+    if all(isinstance(kind, str) for kind in kinds):
+        merged = ["number" if kind == "integer" else kind for kind in kinds]
+        if len(set(merged)) == len(merged):
+            return True
+    return any(_separates(name, schemas) for name in _constants(schemas[0])) if schemas else False
+
+
+def _constants(schema: dict[str, Any]) -> list[str]:
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return []
+    return [name for name in required if isinstance(properties.get(name), dict) and "const" in properties[name]]
+
+
+def _separates(name: str, schemas: Sequence[dict[str, Any]]) -> bool:
+    if not all(name in _constants(each) for each in schemas):
+        return False
+    values = [repr(each["properties"][name]["const"]) for each in schemas]
+    return len(set(values)) == len(values)

@@ -115,7 +115,9 @@ def serve(
                 ssl_keyfile=ssl_keyfile,
                 root_path=root_path,
                 drain_timeout_s=drain_timeout_s,
-                on_ready=lambda url: _say_ready(url, names[0], needs_key=api_key is not None),
+                on_ready=lambda url: _say_ready(
+                    url, names[0], needs_key=api_key is not None, memory_table=engine.limits.memory_table
+                ),
             )
         )
     raise typer.Exit(code)
@@ -130,8 +132,10 @@ def _log_to_stderr() -> None:
     log.setLevel(logging.INFO)
 
 
-def _say_ready(url: str, name: str, *, needs_key: bool) -> None:
-    """Print a curl line that can be pasted into another terminal and streams."""
+def _say_ready(url: str, name: str, *, needs_key: bool, memory_table: str) -> None:
+    """Print what the start took, and a curl line that can be pasted into another terminal and streams."""
+    if memory_table:
+        typer.echo(memory_table)
     body = {"model": name, "stream": True, "messages": [{"role": "user", "content": "Tell me about the sea."}]}
     socket = url.removeprefix("unix:")
     where = url if socket == url else f"--unix-socket {shlex.quote(socket)} http://localhost"

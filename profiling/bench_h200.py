@@ -122,6 +122,7 @@ async def measure(name: str, folder: str, parts: Sequence[str], settings: dict[s
     async with engine:
         results: dict[str, object] = {"ready_s": time.perf_counter() - start}
         print(f"{name}: ready after {results['ready_s']:.1f} s", flush=True)
+        print(engine.limits.memory_table, flush=True)
         bench = Bench(engine)
         await bench.burst_s([bench.prompt(128) for _ in range(8)], 32)
         if "step" in parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,11 +51,11 @@ def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.de
             pool = GraphPool(device)
             if prefill_graphs is not None:
                 prefill_graphs.capture_blocking(pool)
-                table.note(f"prefill graphs, {prefill_graphs.capture_s:.1f} s")
+                table.note("prefill graphs")
                 runner = dataclasses.replace(runner, runners=(prefill_graphs, *runner.runners))
             if decode_graphs is not None:
                 decode_graphs.capture_blocking(pool)
-                table.note(f"decode graphs, {decode_graphs.capture_s:.1f} s")
+                table.note("decode graphs")
     finally:
         gc.unfreeze()
     runner = _with_backed_pool(config, runner, device)
@@ -98,25 +99,30 @@ def _with_backed_pool(config: EngineConfig, runner: ModelRunner, device: torch.d
 
 
 class MemoryTable:
-    """What each part of the start took of the device, by what was free before and after it."""
+    """What each part of the start took of the device, by what was free before and after it, and how long it took."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         free, total = torch.cuda.mem_get_info(device)
         self._total = total
         self._free = free
-        self._rows = [("weights, context, others", total - free)]
+        self._rows: list[tuple[str, int, float | None]] = [("weights, context, others", total - free, None)]
+        self._since = time.perf_counter()
 
     def note(self, name: str) -> None:
         """Since the last note, `name` was made."""
-        free = torch.cuda.mem_get_info(self._device)[0]
-        self._rows.append((name, self._free - free))
-        self._free = free
+        free, now = torch.cuda.mem_get_info(self._device)[0], time.perf_counter()
+        self._rows.append((name, self._free - free, now - self._since))
+        self._free, self._since = free, now
 
     def text(self) -> str:
-        rows = [*self._rows, ("free", self._free), ("in all", self._total)]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:{width}} {num_bytes / 2**20:10,.0f} MiB" for name, num_bytes in rows)
+        rows = [*self._rows, ("free", self._free, None), ("in all", self._total, None)]
+        width = max(len(name) for name, _, _ in rows)
+        lines = []
+        for name, num_bytes, seconds in rows:
+            took = "" if seconds is None else f" {seconds:6.1f} s"
+            lines.append(f"{name:{width}} {num_bytes / 2**20:10,.0f} MiB{took}")
+        return "\n".join(lines)
 
 
 def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRunner | None:

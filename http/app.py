@@ -24,6 +24,8 @@ from .operations import OPERATIONS, Operation
 from .progress import Progress
 from .request_log import RequestLog
 from .settings import FrontSettings
+from .step_times import StepTimes
+from .stream_interval import StreamInterval
 from .web_page import page_routes
 
 PAGE_ROUTES = page_routes()
@@ -55,16 +57,19 @@ def create_app(
     names = names or (engine.model_name,)
     settings = settings if settings is not None else FrontSettings()
     counters = FrontMetrics()
+    step_times = StepTimes()
+    interval = StreamInterval(settings.stream_interval, step_times.last_step_s)
     front = Front(
         engine=engine,
         model_names=names,
         settings=settings,
         metrics=counters,
-        fan_out=FanOut(counters.loop_lag_s),
+        fan_out=FanOut(counters.loop_lag_s, interval),
+        step_times=step_times,
         progress=Progress(settings.stuck_after_s),
         log=RequestLog(shows_prompts=settings.log_prompts),
     )
-    front.step_times.attach(engine)
+    step_times.attach(engine)
     keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())
     middleware = [Middleware(KeyGate, keys=keys, admin_key=admin_key)]
     if cors_origins:

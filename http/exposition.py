@@ -89,6 +89,8 @@ class _Snapshot(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         metrics = self._front.metrics
+        text = "Tokens that a frame waits for; above 1 the loop has no time for every token's own."
+        yield self._gauge("stream_interval", text, self._front.fan_out.interval.tokens)
         yield self._by("request_success", "Choices that ran to their end.", "finished_reason", metrics.finished)
         yield self._by("request_failure", "Requests that ended in an error.", "code", metrics.failed)
         refused = {str(status): count for status, count in metrics.refused.items()}

@@ -9,16 +9,24 @@ from time import perf_counter
 from typing import Protocol
 
 from .metrics import Histogram
+from .stream_interval import MAX_HOLD_S, StreamInterval
 
 log = logging.getLogger("slipstream.http")
 SLICE_S = 0.0002  # rendering; handing the bytes to the kernel, when the turn ends, costs twice as much again
 SLICE_STREAMS = 48
 LOOK_EVERY = 8  # streams between two looks at the clock
+RELEASE_EVERY_S = MAX_HOLD_S / 5
 
 
 class Flushable(Protocol):
     def flush(self, now: float) -> None:
         """Write what is pending. Must not block or raise. `now` is perf_counter's."""
+        ...
+
+
+class Holding(Protocol):
+    def lets_go(self, now: float) -> bool:
+        """Write what is kept back if it is too old. False while there is something to keep."""
         ...
 
 
@@ -28,15 +36,19 @@ class FanOut:
     However many tokens come in one turn of the loop, it costs one callback, not one a stream; a long queue is cut
     into slices with other work of the loop in between. A stream that gets more text while it waits for its turn sends
     all of it in one frame: that is how output coalesces by itself when writing does not fit into a step.
+    `interval` makes it coalesce before that, so that the steps keep their time.
     """
 
-    __slots__ = ("_armed_at", "_lag_s", "_ready")
+    __slots__ = ("_armed_at", "_held", "_lag_s", "_ready", "_release_timer", "interval")
 
-    def __init__(self, lag_s: Histogram) -> None:
+    def __init__(self, lag_s: Histogram, interval: StreamInterval) -> None:
         """`lag_s` gets the seconds from the first stream of a turn being scheduled to its flush."""
         self._ready: deque[Flushable] = deque()
         self._armed_at: float | None = None
         self._lag_s = lag_s
+        self._held: dict[Holding, None] = {}
+        self._release_timer: asyncio.TimerHandle | None = None
+        self.interval = interval
 
     def schedule(self, stream: Flushable) -> None:
         """Have `stream` flushed in the next turn. The caller does not schedule it again before that."""
@@ -45,9 +57,25 @@ class FanOut:
             self._armed_at = perf_counter()
             asyncio.get_running_loop().call_soon(self._run)
 
+    def hold(self, holding: Holding) -> None:
+        """`holding` keeps text back until it has enough; if that takes too long it is told to let go."""
+        self._held[holding] = None
+        if self._release_timer is None:
+            self._release_timer = asyncio.get_running_loop().call_later(RELEASE_EVERY_S, self._release)
+
+    def _release(self) -> None:
+        now = perf_counter()
+        due = [holding for holding in self._held if holding.lets_go(now)]
+        for holding in due:
+            del self._held[holding]
+        self._release_timer = None
+        if self._held:
+            self._release_timer = asyncio.get_running_loop().call_later(RELEASE_EVERY_S, self._release)
+
     def _run(self) -> None:
         ready = self._ready
         now = perf_counter()
+        self.interval.look(now)
         until = now + SLICE_S
         if self._armed_at is not None:
             self._lag_s.observe(now - self._armed_at)

@@ -35,7 +35,7 @@ class Front:
     fan_out: FanOut
     progress: Progress
     log: RequestLog
-    step_times: StepTimes = field(default_factory=StepTimes)
+    step_times: StepTimes
     live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -21,8 +21,10 @@ from .connection import DirectConnection, direct_connection
 from .course import Course
 from .disconnect import watching
 from .failures import reported
+from .fan_out import RELEASE_EVERY_S
 from .frames import PING, Shape
 from .front import Front
+from .stream_interval import MAX_HOLD_S
 from .submission import Job, Submission, count_end, error_of, total_usage
 
 HEADERS = (
@@ -36,6 +38,8 @@ class Choice:
     """One choice of a stream: the engine's sink, and the text that is not written yet."""
 
     __slots__ = (
+        "_due_at",
+        "_fan_out",
         "_ids",
         "_index",
         "_is_marked",
@@ -57,6 +61,8 @@ class Choice:
         self._observe_gap = stream.front.metrics.inter_token_s.observe
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = 0
+        self._due_at = 0  # the number of output tokens at which the next frame is written
+        self._fan_out = stream.front.fan_out
         self._last_at: float | None = None  # when the frame before was taken; None: the opening is still to come
         self._is_marked = False
         self.pending = ""
@@ -76,9 +82,23 @@ class Choice:
         elif not text:
             return
         self.pending += text
-        if not self._is_marked:
-            self._is_marked = True
-            self._stream.mark(self)
+        if self._is_marked:
+            return
+        if self._num_output_tokens < self._due_at and self._last_at is not None:
+            self._fan_out.hold(self)
+            return
+        self._is_marked = True
+        self._stream.mark(self)
+
+    def lets_go(self, now: float) -> bool:
+        """Write what is kept back if it is too old. False while there is something to keep."""
+        if self._is_marked or self.ended is not None or self._last_at is None:
+            return True
+        if now - self._last_at < MAX_HOLD_S - RELEASE_EVERY_S:
+            return False
+        self._is_marked = True
+        self._stream.mark(self)
+        return True
 
     def end(self, end: End) -> None:
         self.ended = end
@@ -98,6 +118,7 @@ class Choice:
             frames = b""
             self._observe_gap(now - self._last_at)
         self._last_at = now
+        self._due_at = self._num_output_tokens + self._fan_out.interval.tokens
         if self.pending or self._ids:
             stream.front.metrics.num_frames += 1
             template = self._template

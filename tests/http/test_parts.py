@@ -19,6 +19,7 @@ from slipstream.http.frames import TEXT, template
 from slipstream.http.metrics import Histogram
 from slipstream.http.openai_chat import ChatShape
 from slipstream.http.settings import FrontSettings
+from slipstream.http.stream_interval import StreamInterval
 
 
 class Flushed:
@@ -33,7 +34,7 @@ class Flushed:
 
 async def test_fan_out_flushes_in_order_and_leaves_turns_between_slices() -> None:
     log: list[int] = []
-    fan_out = FanOut(Histogram((1.0,)))
+    fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", ()))
     for number in range(3 * SLICE_STREAMS):
         fan_out.schedule(Flushed(log, number))
     assert log == [], "nothing is written inside the step loop's call"
@@ -52,7 +53,7 @@ async def test_fan_out_flushes_in_order_and_leaves_turns_between_slices() -> Non
 
 async def test_a_stream_that_fails_does_not_silence_the_others(caplog: pytest.LogCaptureFixture) -> None:
     log: list[int] = []
-    fan_out = FanOut(Histogram((1.0,)))
+    fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", ()))
     for number in range(4):
         fan_out.schedule(Flushed(log, number, fails=number == 1))
     with caplog.at_level(logging.ERROR, "slipstream.http"):

@@ -91,6 +91,7 @@ FRONT_FLAGS: Mapping[str, Flag] = {
     "write_timeout_s": Flag("Seconds that a client which does not read may hold up one write."),
     "stuck_after_s": Flag("Seconds without the end of a step, while requests run, after which /health says so."),
     "max_pending_chars": Flag("Characters kept for a client that reads slower than its tokens come."),
+    "stream_interval": Flag("Tokens a frame; 'auto' is one as long as the loop has time for that, then up to 8 or 50 ms."),
     "log_prompts": Flag("Show the beginning of each prompt in the log of requests."),
 }
 _DEFAULTS: Mapping[str, object] = {"model": DEMO_MODEL}

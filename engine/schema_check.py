@@ -1,6 +1,6 @@
 """Refuses a JSON schema for what a grammar of it would not enforce, naming the keyword by its path.
 
-A keyword passes if the grammar libraries enforce it where it stands, or if it is an annotation. What they are known to
+Of a `format` the shape is enforced, not the calendar. A keyword passes if the grammar libraries enforce it where it stands, or if it is an annotation. What they are known to
 drop without a word (measured, library by library) is refused here: an answer that violates its schema is worse than none.
 """
 
@@ -32,9 +32,9 @@ _OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
 _TYPED: Final = frozenset[str]().union(*_OF_TYPE.values())
 _ALONE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _FORMATS: Final = frozenset(
-    {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uri", "uri-reference", "uuid",
-     "json-pointer", "relative-json-pointer"}
+    {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uri", "uri-reference", "uuid"}
 )  # fmt: skip
+_ESCAPED_IN_JSON: Final = re.compile(r'"|\\\\|\\[nrtfvxuc0]')
 _LOOKAROUND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?!:)|\\[bB1-9])")
 
 
@@ -107,10 +107,14 @@ class _Check:
             raise _refuse(at, "is not enforced beside pattern or format")
         elif name == "pattern" and ("format" in schema or not isinstance(value, str) or _LOOKAROUND.search(value)):
             raise _refuse(at, "uses look-around, back-references or word boundaries, or stands beside format")
+        elif name == "pattern" and _ESCAPED_IN_JSON.search(value):
+            raise _refuse(at, "names characters that JSON has to escape")
         elif name == "multipleOf" and "number" in types:
             raise _refuse(at, "is only enforced for integers")
-        elif name == "propertyNames" and "patternProperties" in schema:
-            raise _refuse(at, "is not enforced beside patternProperties")
+        elif name == "propertyNames":
+            if "patternProperties" in schema or not isinstance(value, dict) or set(value) - {"type"} != {"pattern"}:
+                raise _refuse(at, "is only enforced as a pattern, and not beside patternProperties")
+            self._keyword(value, "pattern", value["pattern"], f"{at}.pattern", ("string",))
 
     def _required(self, schema: dict[str, Any], value: Any, at: str) -> None:
         properties = schema.get("properties", {})
@@ -146,7 +150,7 @@ def _children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """The schemas below this one, with their paths."""
     for name in ("properties", "patternProperties"):
         yield from _members(schema.get(name, {}), f"{path}.{name}")
-    for name in ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"):
+    for name in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"):
         if schema.get(name, False) is not False:
             yield f"{path}.{name}", schema[name]
     for name in ("prefixItems", "anyOf", "oneOf", "allOf"):

@@ -24,13 +24,23 @@ class _Vocabulary:
         self.eos_token_id = min(end_ids)
         self.bos_token_id = None
         self.special_token_ids = sorted({token_id for token_id, text in enumerate(token_bytes) if not text} | {*end_ids})
-        by_text = {text: token_id for token_id, text in reversed(list(enumerate(token_bytes))) if text}
-        self._by_byte = [by_text.get(bytes((byte,))) for byte in range(256)]
+        self._by_text = {text: token_id for token_id, text in reversed(list(enumerate(token_bytes))) if text}
+        self._longest = max(map(len, token_bytes))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Byte by byte where there are such tokens: only asked for texts that a grammar forces, to skip ahead."""
+        """The longest token first, again and again. Asked for texts that a grammar forces: of the ways to spell one, the
+        mask allows this.
+        """
         content = text.encode() if isinstance(text, str) else text
-        return [token_id for token_id in (self._by_byte[byte] for byte in content) if token_id is not None]
+        ids: list[int] = []
+        at = 0
+        while at < len(content):
+            ends = range(min(len(content), at + self._longest), at, -1)
+            end = next((end for end in ends if content[at:end] in self._by_text), at + 1)
+            token_id = self._by_text.get(content[at:end])
+            ids += [] if token_id is None else [token_id]
+            at = end
+        return ids
 
 
 class LlguidanceBackend:
@@ -47,7 +57,9 @@ class LlguidanceBackend:
         try:
             grammar = LlguidanceGrammar(self._tokenizer, self._source(spec), self._end_ids, self._num_words)
             grammar.session()
-        except (ValueError, RuntimeError) as error:
+        except RequestError:
+            raise
+        except Exception as error:  # of the library about what it was given
             raise RequestError(
                 f"the {spec.kind} cannot be used: {plain_error(error)}", param="structured_output"
             ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,35 +21,43 @@ class XgrammarBackend:
     """
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
-        tokenizer = xgrammar.TokenizerInfo(
-            list(token_bytes),
-            vocab_type=xgrammar.VocabType.RAW,
-            vocab_size=len(token_bytes),
-            stop_token_ids=sorted(end_ids),
-        )
-        # One thread: compilation shares the machine with the event loop. The cache of grammars is ours.
-        self._compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+        self._compiler = _compiler(token_bytes, end_ids)
+        # The library lets control characters into the strings of JSON, where they are not allowed: without such tokens
+        # it cannot. White space between the tokens of JSON is blanks then.
+        plain = [b"" if min(text, default=0) < 0x20 else text for text in token_bytes]
+        self._json_compiler = _compiler(plain, end_ids)
         self._num_words = -(-len(token_bytes) // 32)
 
     def compile_blocking(self, spec: GrammarSpec) -> XgrammarGrammar:
         """Raises: RequestError."""
         try:
             return XgrammarGrammar(self._compiled(spec), self._num_words)
-        except RuntimeError as error:
+        except RequestError:
+            raise
+        except Exception as error:  # of the library about what it was given
             raise RequestError(
                 f"the {spec.kind} cannot be used: {plain_error(error)}", param="structured_output"
             ) from error
 
     def _compiled(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
-        if spec.kind == "json_schema":
-            schema = json.loads(spec.source)
-            return compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=MAX_WHITESPACE)
-        if spec.kind == "json_object":
-            return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=MAX_WHITESPACE)
+        if spec.kind in ("json_schema", "json_object"):
+            schema = spec.source or '{"type": "object"}'
+            return self._json_compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
         if spec.kind == "regex":
             return compiler.compile_regex(spec.source)
         return compiler.compile_grammar(choice_as_ebnf(spec.source) if spec.kind == "choice" else spec.source)
+
+
+def _compiler(token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> xgrammar.GrammarCompiler:
+    tokenizer = xgrammar.TokenizerInfo(
+        list(token_bytes),
+        vocab_type=xgrammar.VocabType.RAW,
+        vocab_size=len(token_bytes),
+        stop_token_ids=sorted(end_ids),
+    )
+    # One thread: compilation shares the machine with the event loop. The cache of grammars is ours.
+    return xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
 
 
 class XgrammarGrammar:

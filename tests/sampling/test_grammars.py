@@ -1,0 +1,180 @@
+"""Both grammar libraries behind one protocol: every allowed path is in the language, every other one is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+
+import pytest
+
+from slipstream.engine.errors import RequestError
+from slipstream.engine.grammar_session import GrammarSpec
+
+END = 256
+BYTES = [bytes((byte,)) for byte in range(256)]
+MERGED = [b'{"', b'": ', b"true", b"null", b'", "', "ü".encode(), b"[1", b"  "]
+# The vocabulary of the model is larger than the tokenizer's, and no multiple of 32.
+VOCABULARY = [*BYTES, b"", *MERGED, b"", b"", b""]
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request):
+    pytest.importorskip(request.param)
+    if request.param == "xgrammar":
+        from slipstream.engine.sampling.grammar_xgrammar import XgrammarBackend as Backend
+    else:
+        from slipstream.engine.sampling.grammar_llguidance import LlguidanceBackend as Backend
+    return Backend(VOCABULARY, [END])
+
+
+def spec(kind, source=""):
+    return GrammarSpec(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
+
+
+def allowed(session):
+    mask = session.fill()
+    assert len(mask) == -(-len(VOCABULARY) // 32) * 4
+    bits = int.from_bytes(mask, "little")
+    return {token for token in range(len(VOCABULARY)) if bits >> token & 1}
+
+
+def spelled(session, text):
+    """Whether the session takes the text byte by byte, and may end then."""
+    for byte in text.encode():
+        if byte not in allowed(session) or not session.accept(byte):
+            return False
+    return END in allowed(session)
+
+
+def walk(session, rng, limit=400):
+    """A random text of the language."""
+    text = b""
+    for _ in range(limit):
+        choices = allowed(session)
+        assert choices <= {token for token, piece in enumerate(VOCABULARY) if piece} | {END}
+        token = END if END in choices else rng.choice(sorted(choices))
+        assert session.accept(token)
+        if token == END:
+            assert session.is_over
+            return text.decode()
+        assert not session.is_over
+        text += VOCABULARY[token]
+    return None
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 120}, "maxItems": 2},
+        "kind": {"enum": ["a", "bü", 3, None]},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_random_walks_through_a_schema_are_valid_documents(backend):
+    grammar = backend.compile_blocking(spec("json_schema", SCHEMA))
+    finished = 0
+    for seed in range(30):
+        text = walk(grammar.session(), random.Random(seed))
+        if text is None:
+            continue
+        finished += 1
+        document = json.loads(text)
+        assert {"name", "kind"} <= set(document) <= {"name", "kind", "ages"}
+        assert document["kind"] in ["a", "bü", 3, None]
+        assert len(document["name"]) <= 4
+        assert all(isinstance(age, int) and 0 <= age <= 120 for age in document.get("ages", []))
+    assert finished > 15
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "good", "bad"),
+    [
+        ("json_object", "", ['{"a": [1, null, {"b": "ü"}]}', "{}"], ["[1]", "3", '{"a"}']),
+        ("regex", r"[a-c]{2}\d+", ["ab1", "cc007"], ["a1", "abc", "ab1x"]),
+        ("regex", r"(foo|bar)?x", ["x", "foox"], ["foo", "fx"]),
+        ("ebnf", 'root ::= "yes" | "no " digits\ndigits ::= [0-9] digits | [0-9]\n', ["yes", "no 12"], ["no", "no x"]),
+        ("choice", ["rot", "grün", 'a"b\n', "rotwein"], ["rot", "grün", 'a"b\n', "rotwein"], ["ro", "blau", "rotw"]),
+    ],
+)  # fmt: skip
+def test_every_kind_takes_its_language_and_nothing_else(backend, kind, source, good, bad):
+    grammar = backend.compile_blocking(spec(kind, source))
+    assert grammar.num_bytes > 0
+    for text in good:
+        # A forced text may be spelled one way only, so that walks are what shows it for merged tokens.
+        session = grammar.session()
+        took = all(session.accept(byte) for byte in text.encode())
+        assert took and END in allowed(session), text
+    for text in bad:
+        assert not spelled(grammar.session(), text), text
+
+
+def test_a_refused_token_changes_nothing_and_tokens_can_be_taken_back(backend):
+    session = backend.compile_blocking(spec("regex", "ab+c")).session()
+    assert session.accept(ord("a"))
+    before = session.fill()
+    assert not session.accept(ord("c"))
+    assert not session.accept(END)
+    assert session.fill() == before
+    assert session.accept(ord("b"))
+    after = session.fill()
+    assert session.accept(ord("c"))
+    assert session.accept(END)
+    assert session.is_over
+    session.rollback(2)
+    assert not session.is_over
+    assert session.fill() == after
+
+
+def test_sessions_of_one_grammar_do_not_touch_each_other(backend):
+    grammar = backend.compile_blocking(spec("choice", ["ax", "by"]))
+    one, other = grammar.session(), grammar.session()
+    assert one.accept(ord("a"))
+    assert other.accept(ord("b"))
+    assert allowed(one) == {ord("x")}
+    assert allowed(other) == {ord("y")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("regex", "(a"), ("ebnf", "root := x"), ("ebnf", 'root ::= missing "x"'), ("choice", []), ("choice", [1]),
+     ("choice", "not json"), ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3})],
+)  # fmt: skip
+def test_what_is_no_grammar_is_the_caller_s_mistake(backend, kind, source):
+    with pytest.raises(RequestError) as caught:
+        backend.compile_blocking(spec(kind, source)).session().fill()
+    assert caught.value.param == "structured_output"
+
+
+def test_masks_of_a_batch_of_64_take_under_a_millisecond(backend):
+    if type(backend).__name__ != "XgrammarBackend":
+        pytest.skip("the default library's promise")
+    grammar = backend.compile_blocking(spec("json_schema", SCHEMA))
+    sessions = [grammar.session() for _ in range(64)]
+    for session in sessions:
+        for byte in b'{"name": "a':
+            session.accept(byte)
+        session.fill()
+    best = min(_timed(sessions) for _ in range(20))
+    assert best < 1e-3
+
+
+def _timed(sessions):
+    started = time.perf_counter()
+    for session in sessions:
+        session.fill()
+    return time.perf_counter() - started
+
+
+def test_a_regex_s_walks_match_it(backend):
+    pattern = r"(cat|dog)( [a-f0-9]{1,3}){2}"
+    grammar = backend.compile_blocking(spec("regex", pattern))
+    for seed in range(20):
+        text = walk(grammar.session(), random.Random(seed))
+        assert text is not None
+        assert re.fullmatch(pattern, text)

@@ -53,7 +53,9 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         ("--scheduling-policy",),
     ),
     "policy_window": Flag("So many of the oldest waiting requests are ranked by lpm and shortest-prefill."),
-    "priority_preemption": Flag("Send lower priorities back where a higher one lacks room (--schedule-policy priority)."),
+    "priority_preemption": Flag(
+        "Send lower priorities back where a higher one lacks room (--schedule-policy priority)."
+    ),
     "itl_budget_ms": Flag(
         "Milliseconds between two tokens of an answer that prompts in the same step may cost; by default no limit."
     ),
@@ -91,7 +93,9 @@ FRONT_FLAGS: Mapping[str, Flag] = {
     "write_timeout_s": Flag("Seconds that a client which does not read may hold up one write."),
     "stuck_after_s": Flag("Seconds without the end of a step, while requests run, after which /health says so."),
     "max_pending_chars": Flag("Characters kept for a client that reads slower than its tokens come."),
-    "stream_interval": Flag("Tokens a frame; 'auto' is one as long as the loop has time for that, then up to 8 or 50 ms."),
+    "stream_interval": Flag(
+        "Tokens a frame; 'auto' is one as long as the loop has time for that, then up to 8 or 50 ms."
+    ),
     "log_prompts": Flag("Show the beginning of each prompt in the log of requests."),
 }
 _DEFAULTS: Mapping[str, object] = {"model": DEMO_MODEL}
@@ -135,5 +139,6 @@ def with_flag(message: str, field: str | None) -> str:
     if field is None:
         return message
     flag = "--" + field.replace("_", "-")
-    named = re.sub(rf"\b{field}\b", flag, message) if "_" in field or message.startswith(field) else message
+    # A field that is a plain word, such as device, may occur later in the message as that word.
+    named = re.sub(rf"\b{field}\b" if "_" in field else rf"\A{field}\b", flag, message)
     return named if flag in named else f"{flag}: {named}"

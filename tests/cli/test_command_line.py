@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 from slipstream import cli
-from slipstream.cli_settings import DEMO_MODEL, ENGINE_FLAGS, FRONT_FLAGS, SAMPLING_FLAGS
+from slipstream.cli_settings import DEMO_MODEL, ENGINE_FLAGS, FRONT_FLAGS, SAMPLING_FLAGS, with_flag
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import ConfigError, EngineDead, Overloaded
 from slipstream.engine.sampling_params import SamplingParams
@@ -110,7 +110,7 @@ def test_a_wrong_setting_is_found_before_anything_heavy_is_imported() -> None:
     program = """
 import sys
 from slipstream import cli
-from slipstream.cli_settings import DEMO_MODEL, ENGINE_FLAGS, FRONT_FLAGS, SAMPLING_FLAGS
+from slipstream.cli_settings import DEMO_MODEL, ENGINE_FLAGS, FRONT_FLAGS, SAMPLING_FLAGS, with_flag
 try:
     cli.main(["generate", "hi", "--page-size", "3"])
 except SystemExit as stopped:
@@ -175,3 +175,22 @@ def test_a_bench_suite_explains_itself_or_says_what_it_lacks(suite: str, capsys:
     code = _run("bench", suite, "--help")
     out, err = capsys.readouterr()
     assert (code == 0 and "usage:" in out.lower()) or (code == 2 and err.endswith(", which is not installed\n"))
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "shown"),
+    [
+        (
+            "device 'cuda' was asked for, but torch finds no CUDA device",
+            "device",
+            "--device 'cuda' was asked for, but torch finds no CUDA device",
+        ),
+        ("page_size must divide 2 * page_size", "page_size", "--page-size must divide 2 * --page-size"),
+        ("the pool is too small", "max_total_tokens", "--max-total-tokens: the pool is too small"),
+        ("something else", None, "something else"),
+    ],
+)
+def test_an_error_spells_the_setting_as_a_flag_but_leaves_the_same_word_elsewhere_alone(
+    message: str, field: str | None, shown: str
+) -> None:
+    assert with_flag(message, field) == shown

@@ -44,7 +44,9 @@ def check_schema(schema: Any) -> None:
 
 
 def _refuse(path: str, why: str) -> RequestError:
-    return RequestError(f"the schema cannot be enforced: {path} {why}", param="structured_output", code="unsupported_schema")
+    return RequestError(
+        f"the schema cannot be enforced: {path} {why}", param="structured_output", code="unsupported_schema"
+    )
 
 
 class _Check:
@@ -94,7 +96,9 @@ class _Check:
         elif name == "allOf" and (not isinstance(value, list) or len(value) != 1):
             raise _refuse(at, "is only supported with one schema in it")
         elif name == "oneOf" and not _are_disjoint(value):
-            raise _refuse(at, "is only supported where its schemas exclude each other by type or by a constant property")
+            raise _refuse(
+                at, "is only supported where its schemas exclude each other by type or by a constant property"
+            )
         elif name in ("enum", "const"):
             for each in value if name == "enum" and isinstance(value, list) else [value]:
                 if types and not any(_is_of(each, kind) for kind in types):

@@ -23,7 +23,9 @@ class _Vocabulary:
         self.tokens = list(token_bytes)
         self.eos_token_id = min(end_ids)
         self.bos_token_id = None
-        self.special_token_ids = sorted({token_id for token_id, text in enumerate(token_bytes) if not text} | {*end_ids})
+        self.special_token_ids = sorted(
+            {token_id for token_id, text in enumerate(token_bytes) if not text} | {*end_ids}
+        )
         self._by_text = {text: token_id for token_id, text in reversed(list(enumerate(token_bytes))) if text}
         self._longest = max(map(len, token_bytes))
 

@@ -7,7 +7,10 @@ import pytest
 from slipstream.engine.errors import RequestError
 from slipstream.engine.schema_check import check_schema
 
-TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
+TREE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+}
 
 
 @pytest.mark.parametrize(
@@ -18,7 +21,12 @@ TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"any
         {"type": "integer", "minimum": 1, "exclusiveMaximum": 9, "multipleOf": 2, "title": "n", "x-note": 1},
         {"type": ["string", "null"], "minLength": 2, "description": "d"},
         {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "minItems": 1},
-        {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": {"type": "null"}},
+        {
+            "type": "object",
+            "properties": {"a": {"const": 3}},
+            "required": ["a"],
+            "additionalProperties": {"type": "null"},
+        },
         {"$defs": {"t": TREE}, "$ref": "#/$defs/t"},
         TREE,
         {"oneOf": [{"type": "integer"}, {"type": "string"}]},

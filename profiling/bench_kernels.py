@@ -123,7 +123,9 @@ def bench_linears(rate: float) -> None:
     workspace = make_split_workspace(max_features=4096, device=DEVICE)
     for matrix in MATRICES:
         num_bytes = 2 * matrix.weight_rows * matrix.width
-        weights = [bf16(matrix.weight_rows, matrix.width, scale=0.02) for _ in range(max(1, STREAMED_BYTES // num_bytes))]
+        weights = [
+            bf16(matrix.weight_rows, matrix.width, scale=0.02) for _ in range(max(1, STREAMED_BYTES // num_bytes))
+        ]
         norm = bf16(matrix.width) if matrix.normed else None
         for rows in LINEAR_ROWS:
             x, residual = bf16(rows, matrix.width), bf16(rows, matrix.features)

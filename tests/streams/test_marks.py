@@ -109,7 +109,9 @@ class _FakeNvtx(types.ModuleType):
         self.calls.append(("end", range_id))
 
 
-def test_ranges_go_to_an_nvtx_domain_with_the_step_as_payload_if_a_tool_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_go_to_an_nvtx_domain_with_the_step_as_payload_if_a_tool_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = _FakeNvtx()
     monkeypatch.setitem(__import__("sys").modules, "nvtx", fake)
     assert not RingMarks(4).emits_nvtx

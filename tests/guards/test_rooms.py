@@ -22,7 +22,8 @@ TENSOR_PARTS = tuple(
 )
 HOST_PARTS = ("engine.scheduler", "engine.cache", "engine.text")
 PUBLIC_ENGINE = tuple(
-    f"engine.{name}" for name in ("engine", "config", "errors", "outputs", "sampling_params", "text.chat_template")
+    f"engine.{name}"
+    for name in ("engine", "config", "errors", "outputs", "sampling_params", "text.chat_template", "text.tokenization")
 )
 HOST_LIBRARIES = {"tokenizers", "jinja2", "orjson"}
 TENSOR_LIBRARIES = {

@@ -241,8 +241,25 @@ class Scheduler:
         """Take in what a step computed. Surplus rows are dropped. Returns what to deliver, in row order."""
         members = self._take_flight(batch)
         updates: list[Update] = []
-        token_ids = iter(outcome.token_ids)
-        for index, (request, samples) in enumerate(zip(members, batch.samples, strict=True)):
+        num_plain = 0
+        if not (outcome.row_errors or outcome.logprobs or outcome.prompt_logprobs):
+            # Nearly every row of nearly every step: a decode row that brings its token and nothing else.
+            num_plain, running, append = batch.num_decode, RequestState.RUNNING, self._append
+            for request, token_id in zip(members[:num_plain], outcome.token_ids, strict=False):
+                if request.state is running:
+                    fault = request.fault
+                    updates.append(append(request, token_id) if fault is None else self._fail(request, fault))
+        if num_plain < len(members):
+            self._commit_rows(batch, outcome, members, num_plain, updates)
+        return updates
+
+    def _commit_rows(
+        self, batch: ScheduleBatch, outcome: StepOutcome, members: list[Request], first: int, updates: list[Update]
+    ) -> None:
+        """The same for the rows from `first` on, whatever they are; before it every row samples."""
+        token_ids = iter(outcome.token_ids[first:])
+        for index, request in enumerate(members[first:], first):
+            samples = batch.samples[index]
             token_id = next(token_ids) if samples else None
             if request.state is not RequestState.RUNNING:
                 continue
@@ -266,7 +283,6 @@ class Scheduler:
                 updates.append(Update(request, (), "", end, prompt_logprobs=request.take_scores()))
             if index >= batch.num_decode and not request.has_ended:
                 self.memory.share(request)
-        return updates
 
     def fail(self, batch: ScheduleBatch, error: Exception) -> list[Update]:
         """Commit a step that failed, or that never started: its living rows end with `error`, the others go on."""
@@ -280,17 +296,19 @@ class Scheduler:
     def _append(self, request: Request, token_id: int) -> Update:
         """Commit one drawn token."""
         is_over = False
-        if request.rules is not None and token_id not in request.stop_ids:
+        is_stop = token_id in request.stop_ids
+        if request.rules is not None and not is_stop:
             try:
                 is_over = request.rules.accept(token_id)
             except Exception as error:
                 fault = StepFailed(f"structured output failed: {error}")
                 fault.__cause__ = error
                 return self._fail(request, fault)
-        request.ids.append(token_id)
+        ids = request.ids
+        ids.append(token_id)
         self._num_output_tokens += 1
         stream = request.text
-        if token_id in request.stop_ids:
+        if is_stop:
             text = stream.end_at(token_id) if stream is not None else ""
             reason = request.stop_texts.get(token_id, token_id)
             return Update(request, (token_id,), text, self._finish(request, "stop", reason))
@@ -299,7 +317,7 @@ class Scheduler:
             text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
             if stop is not None:
                 return Update(request, (token_id,), text, self._finish(request, "stop", stop))
-        if is_over or len(request.ids) >= request.max_total_tokens:
+        if is_over or len(ids) >= request.max_total_tokens:
             if stream is not None:
                 text += stream.flush()
             return Update(request, (token_id,), text, self._finish(request, "stop" if is_over else "length", None))

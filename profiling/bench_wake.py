@@ -1,6 +1,6 @@
 """How late the event loop learns that the GPU has finished, for each way of waiting, and what the wait costs the loop.
 
-    python -m slipstream.profiling.bench_wake [--samples 200] [--uvloop]
+    python -m slipstream.profiling.bench_wake [--samples 200] [--uvloop] [--loops idle] [--strategies NAME…]
 
 A row is one strategy, one gap (how long the GPU works) and one state of the loop: idle, or busy with slices of Python
 between turns. The moment of completion is that of the CUDA event on the GPU's own clock, laid over the host's clock by an
@@ -128,15 +128,16 @@ async def stop(task: asyncio.Future[None]) -> None:
         await task
 
 
-async def print_table(samples: int) -> None:
-    """Measure everything and print one line a row."""
+async def print_table(samples: int, loops: Sequence[str], strategies: Sequence[str]) -> None:
+    """Measure what is asked for and print one line a row."""
     per_ms = cycles_per_ms()
     free = await free_slices_per_s()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {type(asyncio.get_running_loop()).__module__}")
     print(f"a free busy loop does {free:.0f} slices a second")
     print(f"{'strategy':24} {'loop':5} {'gap ms':>7} {'median µs':>10} {'p99 µs':>9} {'work':>6}")
-    for name, make_waiter in STRATEGIES.items():
-        for busy in (False, True):
+    for name in strategies:
+        make_waiter = STRATEGIES[name]
+        for busy in [loop == "busy" for loop in loops]:
             for gap_ms in GAPS_MS:
                 row = await measure(make_waiter, int(gap_ms * per_ms), samples=samples, busy=busy)
                 share = f"{row.slices_per_s / free:6.0%}" if busy else "     –"
@@ -149,15 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="wake latencies of awaited CUDA events")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
+    parser.add_argument("--loops", nargs="+", choices=("idle", "busy"), default=("idle", "busy"))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=tuple(STRATEGIES))
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("bench_wake measures CUDA events, and no NVIDIA GPU answers here")
     if options.uvloop:
         import uvloop
 
-        uvloop.run(print_table(options.samples))
+        uvloop.run(print_table(options.samples, options.loops, options.strategies))
     else:
-        asyncio.run(print_table(options.samples))
+        asyncio.run(print_table(options.samples, options.loops, options.strategies))
 
 
 if __name__ == "__main__":

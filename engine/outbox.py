@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from asyncio import get_running_loop
 from collections.abc import Sequence
 
@@ -76,7 +77,8 @@ class Outbox:
             end = self._end
         if not token_ids and end is not None:
             if isinstance(end, Failed):
-                raise end.error
+                # A copy: one error may have ended many requests, and each raise of one object would grow its traceback.
+                raise copy.copy(end.error) from end.error.__cause__
             if isinstance(end, Cancelled):
                 raise RequestCancelled("the request was aborted")
         ids = tuple(token_ids)

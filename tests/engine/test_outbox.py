@@ -79,3 +79,17 @@ async def test_a_second_consumer_is_refused_and_the_first_goes_on() -> None:
         await outbox.take()
     outbox.push([1], "")
     assert (await first).token_ids == (1,)
+
+
+async def test_one_error_that_ends_two_requests_is_raised_as_two_objects() -> None:
+    error = StepFailed("step 3 failed", step=3)
+    raised = []
+    for _ in range(2):
+        outbox = Outbox()
+        outbox.end(Failed(error=error, usage=USAGE))
+        with pytest.raises(StepFailed, match="step 3 failed") as caught:
+            await outbox.take()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]
+    assert raised[0].step == raised[1].step == 3
+    assert error.__traceback__ is None

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it: minutes of serving in seconds, the same each time.
+"""An event loop whose clock jumps to the next timer instead of waiting for it: minutes of serving in seconds.
 
 Nothing on such a loop may wait for a thread or a socket: time runs ahead of them.
 """

@@ -58,7 +58,8 @@ def test_nothing_but_a_config_error_that_names_a_field_ever_comes_out(settings: 
         ("policy_window", 0), ("priority_preemption", True), ("priority_preemption", 1), ("eviction_policy", "mru"),
         ("itl_budget_ms", 0), ("itl_budget_ms", float("nan")), ("itl_budget_ms", True), ("itl_budget_ms", "20"),
         ("step_timeout_s", None), ("step_timeout_s", -1.0), ("step_timeout_s", float("inf")), ("debug_canary", "yes"),
-        pytest.param("itl_budget_ms", 10**5000, id="itl_budget_ms-huge"), ("debug_cuda_graph", 1), ("chat_template", 5), ("chat_template", b"x"),
+        pytest.param("itl_budget_ms", 10**5000, id="itl_budget_ms-huge"),
+        ("debug_cuda_graph", 1), ("chat_template", 5), ("chat_template", b"x"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_under_its_own_name(name: str, value: object) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -145,5 +145,5 @@ def test_without_a_budget_the_chunk_alone_decides() -> None:
 
 
 def test_a_budget_that_leaves_no_room_still_moves_the_prompt_by_a_page() -> None:
-    gaps, steps = serve(MODELS["a sum"], 1e-3, overlap=True, prompt_tokens=800)
+    _, steps = serve(MODELS["a sum"], 1e-3, overlap=True, prompt_tokens=800)
     assert {batch.num_new[-1] for batch in steps[:-1]} == {16}

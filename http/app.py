@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 from .endpoint import Endpoint, request_id_of
 from .failures import Refused, failure_of
 from .fan_out import FanOut
-from .front import Front
+from .front import Front, Recorder
 from .metrics import FrontMetrics
 from .operations import OPERATIONS, Operation
 from .progress import Progress
@@ -26,6 +26,7 @@ from .request_log import RequestLog
 from .settings import FrontSettings
 from .step_times import StepTimes
 from .stream_interval import StreamInterval
+from .text_process import TextProcess
 from .web_page import page_routes
 
 PAGE_ROUTES = page_routes()
@@ -46,12 +47,15 @@ def create_app(
     admin_key: str | None = None,
     cors_origins: Sequence[str] = (),
     settings: FrontSettings | None = None,
+    text_process: TextProcess | None = None,
+    recorder: Recorder | None = None,
 ) -> Starlette:
     """The app over `engine`, which may still be unstarted: until it is ready /health says 200 and all else 503.
 
     `served_model_name` is the name that clients use, or several: the first is the model's, the others are aliases.
     With `api_key` every path but the probes, /metrics and the page's files wants it as a bearer token; paths that act on other
-    clients' requests want `admin_key` and do not exist without one.
+    clients' requests, or record them with `recorder`, want `admin_key` and do not exist without one.
+    `text_process` takes in large bodies once its owner has started it; without one, bodies above 1 MiB are refused.
     """
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
     names = names or (engine.model_name,)
@@ -66,8 +70,10 @@ def create_app(
         metrics=counters,
         fan_out=FanOut(counters.loop_lag_s, interval),
         step_times=step_times,
+        text_process=text_process,
         progress=Progress(settings.stuck_after_s),
         log=RequestLog(shows_prompts=settings.log_prompts),
+        recorder=recorder,
     )
     step_times.attach(engine)
     keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())

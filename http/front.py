@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..engine.engine import Engine, EngineState
 from ..engine.errors import EngineDead, Overloaded
@@ -16,6 +16,24 @@ from .progress import Progress
 from .request_log import RequestLog
 from .settings import FrontSettings
 from .step_times import StepTimes
+
+if TYPE_CHECKING:
+    from .text_process import TextProcess
+
+
+class Recorder(Protocol):
+    """Records the engine's steps. What does it is handed in: this room knows nothing of traces."""
+
+    @property
+    def is_recording(self) -> bool:
+        """From `start` to the end of `stop`."""
+        ...
+
+    def start(self, *, num_steps: int) -> None: ...
+
+    async def stop(self, *, wait_s: float) -> bytes:
+        """A gzipped Chrome trace of what was recorded, after its steps are over or `wait_s` have passed."""
+        ...
 
 
 class Abortable(Protocol):
@@ -35,7 +53,9 @@ class Front:
     fan_out: FanOut
     progress: Progress
     log: RequestLog
+    text_process: TextProcess | None = None
     step_times: StepTimes
+    recorder: Recorder | None = None
     live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it
     created: int = field(default_factory=lambda: int(time.time()))
 

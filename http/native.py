@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,13 @@ from .bodies import ChatMessage, DeadlineSeconds, IdPrompt, RequestId, Stop, Str
 from .endpoint import Call, answer, json_response
 from .frames import TEXT, Collected, PlainEnding, Template, event, template
 from .front import Front
+from .intake import Intake, Prompts, Texts, take_in
 from .openai_chat import template_message
 from .prompts import encode_chat, encode_prompts
 from .request_body import checked, read_json
 from .submission import Job
+
+INLINE_IDS = 2000  # decoded on the loop: more would stop it for longer than a slice
 
 
 class NativeSampling(Strict):
@@ -62,6 +66,11 @@ class GenerateBody(Strict):
             raise RequestError("give either text or input_ids", param="text")
         return self
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether it has a list of prompts, and gets a list of answers."""
+        return isinstance(self.text, list) or (self.input_ids is not None and isinstance(self.input_ids[0], list))
+
 
 class TokenizeBody(Strict):
     model: str | None = None
@@ -86,41 +95,67 @@ class AbortBody(Strict):
 async def generate(front: Front, call: Call) -> Response:
     """Text or ids from text or ids; streams the new text and ids with each event."""
     front.check_open()
-    body = checked(GenerateBody, await read_json(call.request, front.settings))
+    body, encoded = await take_in(front, call, GENERATE)
     call.request_id = body.rid or call.request_id
     call.names = {"prompt": "text" if body.text is not None else "input_ids"}
     params = body.sampling_params.params()
-    if body.text is not None:
-        prompts = await encode_prompts(front, body.text, param="text")
-    else:
-        prompts = await encode_prompts(front, body.input_ids or [], param="input_ids")
+    prompts = await encoded()
     if len(prompts) > front.settings.max_choices:
         raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="prompt")
     urgency = call.urgency(body.priority, body.deadline_s)
     jobs = [Job(prompt_ids=prompt_ids, params=params, urgency=urgency) for prompt_ids in prompts]
-    prompt_is_list = isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[0], list))
-    shape = NativeShape(call.request_id, is_list=prompt_is_list)
+    shape = NativeShape(call.request_id, is_list=body.is_batch)
     return await answer(front, call, shape, jobs, stream=body.stream)
+
+
+async def generate_prompts(texts: Texts, body: GenerateBody) -> Prompts:
+    """The ids of each prompt."""
+    if body.text is not None:
+        return [*await encode_prompts(texts, body.text, param="text")]
+    return [*await encode_prompts(texts, body.input_ids or [], param="input_ids")]
+
+
+def _without_prompts(body: GenerateBody) -> dict[str, object]:
+    """What is left says which kind of prompt there was, and whether there was a list of them."""
+    if body.text is not None:
+        return {"text": [] if body.is_batch else ""}
+    return {"input_ids": [[]] if body.is_batch else [0]}
+
+
+GENERATE = Intake(name="generate", body=GenerateBody, encode=generate_prompts, emptied=_without_prompts)
 
 
 async def tokenize(front: Front, call: Call) -> Response:
     """The ids of a prompt, or of messages through the chat template."""
     front.check_open()
-    body = checked(TokenizeBody, await read_json(call.request, front.settings))
+    body, encoded = await take_in(front, call, TOKENIZE)
     front.model(body.model)
+    ids = list((await encoded())[0])
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": front.engine.limits.max_model_len})
+
+
+async def tokenize_prompt(texts: Texts, body: TokenizeBody) -> Prompts:
+    """The ids of the one prompt. Raises: RequestError."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
-    if body.messages is not None:
-        ids = await encode_chat(
-            front,
-            [template_message(message) for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            extra=body.chat_template_kwargs,
-        )
-    else:
-        ids = (await encode_prompts(front, body.prompt or "", add_special_tokens=body.add_special_tokens))[0]
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": front.engine.limits.max_model_len})
+    if body.messages is None:
+        return [*await encode_prompts(texts, body.prompt or "", add_special_tokens=body.add_special_tokens)]
+    ids = await encode_chat(
+        texts,
+        [template_message(message) for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        extra=body.chat_template_kwargs,
+    )
+    return [ids]
+
+
+TOKENIZE = Intake(
+    name="tokenize",
+    body=TokenizeBody,
+    encode=tokenize_prompt,
+    emptied=lambda body: {"prompt": None, "messages": None},
+)
 
 
 async def detokenize(front: Front, call: Call) -> Response:
@@ -133,7 +168,11 @@ async def detokenize(front: Front, call: Call) -> Response:
         raise RequestError("this server has no tokenizer", param="tokens", code="no_tokenizer")
     if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
         raise RequestError(f"token ids must lie in 0…{vocab_size - 1}", param="tokens")
-    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    if len(body.tokens) <= INLINE_IDS:
+        text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    else:
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})
 
 
 async def abort_request(front: Front, call: Call) -> Response:

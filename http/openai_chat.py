@@ -12,33 +12,42 @@ from .bodies import ChatBody, ChatMessage, GenerationBody
 from .endpoint import Call, answer
 from .frames import Collected, event
 from .front import Front
+from .intake import Intake, Prompts, Texts, take_in
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
-from .request_body import checked, read_json
 from .submission import Job
 
 
 async def chat_completions(front: Front, call: Call) -> Response:
     """The next message of a chat."""
     front.check_open()
-    body = checked(ChatBody, await read_json(call.request, front.settings))
+    body, prompts = await take_in(front, call, CHAT)
     call.request_id = body.request_id or call.request_id
     call.names = body.names
     shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=front.model(body.model))
     params = [body.params(choice=choice, default_max_tokens=None) for choice in range(body.n)]
-    prompt_ids = await encode_chat(
-        front,
-        [template_message(message) for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        extra=body.chat_template_kwargs,
-    )
+    (prompt_ids,) = await prompts()
     urgency = call.urgency(body.priority, body.deadline_s)
     jobs = [
         Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency)
         for choice, choice_params in enumerate(params)
     ]
     return await answer(front, call, shape, jobs, stream=body.stream)
+
+
+async def chat_prompt(texts: Texts, body: ChatBody) -> Prompts:
+    """The ids of a chat."""
+    ids = await encode_chat(
+        texts,
+        [template_message(message) for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        extra=body.chat_template_kwargs,
+    )
+    return [ids]
+
+
+CHAT = Intake(name="chat", body=ChatBody, encode=chat_prompt, emptied=lambda body: {"messages": []})
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:

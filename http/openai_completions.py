@@ -16,8 +16,8 @@ from .bodies import CompletionBody, GenerationBody
 from .endpoint import Call, answer
 from .frames import DONE, TEXT, Collected, PlainEnding, Template, event, template, usage_fields
 from .front import Front
+from .intake import Intake, Prompts, Texts, take_in
 from .prompts import encode_prompts
-from .request_body import checked, read_json
 from .submission import Job
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
@@ -26,12 +26,12 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 async def completions(front: Front, call: Call) -> Response:
     """Text after a prompt, or after each of several."""
     front.check_open()
-    body = checked(CompletionBody, await read_json(call.request, front.settings))
+    body, encoded = await take_in(front, call, COMPLETIONS)
     call.request_id = body.request_id or call.request_id
     call.names = body.names
     shape = CompletionShape(body, response_id=f"cmpl-{call.request_id}", model=front.model(body.model))
     params = [body.params(choice=choice, default_max_tokens=DEFAULT_MAX_TOKENS) for choice in range(body.n)]
-    prompts = await encode_prompts(front, body.prompt)
+    prompts = await encoded()
     if len(prompts) * body.n > front.settings.max_choices:
         raise RequestError(f"at most {front.settings.max_choices} choices a request", param="n")
     urgency = call.urgency(body.priority, body.deadline_s)
@@ -41,6 +41,16 @@ async def completions(front: Front, call: Call) -> Response:
         for choice, choice_params in enumerate(params)
     ]
     return await answer(front, call, shape, jobs, stream=body.stream)
+
+
+async def completion_prompts(texts: Texts, body: CompletionBody) -> Prompts:
+    """The ids of each prompt."""
+    return [*await encode_prompts(texts, body.prompt)]
+
+
+COMPLETIONS = Intake(
+    name="completions", body=CompletionBody, encode=completion_prompts, emptied=lambda body: {"prompt": ""}
+)
 
 
 class OpenAiShape(PlainEnding, ABC):

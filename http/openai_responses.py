@@ -19,8 +19,8 @@ from .endpoint import Call, answer
 from .failures import Failure
 from .frames import Collected, Template
 from .front import Front
+from .intake import Intake, Prompts, Texts, take_in
 from .prompts import encode_chat
-from .request_body import checked, read_json
 from .submission import Job
 
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -61,12 +61,25 @@ class ResponsesBody(Strict):
 async def responses(front: Front, call: Call) -> Response:
     """The next message of a chat, in the newer API; nothing is stored."""
     front.check_open()
-    body = checked(ResponsesBody, await read_json(call.request, front.settings))
+    body, prompts = await take_in(front, call, RESPONSES)
     call.names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
     shape = ResponsesShape(body, response_id=f"resp_{call.request_id}", model=front.model(body.model))
     params = SamplingParams(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p)
-    prompt_ids = await encode_chat(front, messages_of(body))
+    (prompt_ids,) = await prompts()
     return await answer(front, call, shape, [Job(prompt_ids=prompt_ids, params=params)], stream=body.stream)
+
+
+async def response_prompt(texts: Texts, body: ResponsesBody) -> Prompts:
+    """The ids of the chat that the input stands for."""
+    return [await encode_chat(texts, messages_of(body))]
+
+
+RESPONSES = Intake(
+    name="responses",
+    body=ResponsesBody,
+    encode=response_prompt,
+    emptied=lambda body: {"input": "", "instructions": None},
+)
 
 
 def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:

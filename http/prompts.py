@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..engine.errors import RequestError
-from .front import Front
+from .intake import Texts
 
 
 async def encode_prompts(
-    front: Front,
+    texts: Texts,
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     *,
     param: str = "prompt",
@@ -21,16 +21,16 @@ async def encode_prompts(
     Raises: RequestError naming `param`.
     """
     if isinstance(prompt, str):
-        return await _encode(front, [prompt], param, add_special_tokens)
+        return await _encode(texts, [prompt], param, add_special_tokens)
     if all(isinstance(part, str) for part in prompt):
-        return await _encode(front, cast("list[str]", prompt), param, add_special_tokens)
+        return await _encode(texts, cast("list[str]", prompt), param, add_special_tokens)
     if all(isinstance(part, int) for part in prompt):
         return [list(cast("Sequence[int]", prompt))]
     return [list(part) for part in cast("Sequence[Sequence[int]]", prompt)]
 
 
 async def encode_chat(
-    front: Front,
+    texts: Texts,
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
@@ -41,7 +41,7 @@ async def encode_chat(
 
     Raises: RequestError, also where the model has no chat template.
     """
-    tokenizer, chat_template = front.engine.tokenizer, front.engine.chat_template
+    tokenizer, chat_template = texts.tokenizer, texts.chat_template
     if tokenizer is None or chat_template is None:
         raise RequestError(
             "this model has no chat template; use completions", param="messages", code="no_chat_template"
@@ -58,11 +58,11 @@ async def encode_chat(
         raise RequestError(str(error), param="messages", code=error.code) from error
 
 
-async def _encode(front: Front, texts: Sequence[str], param: str, add_special_tokens: bool) -> list[list[int]]:
-    tokenizer = front.engine.tokenizer
+async def _encode(texts: Texts, prompts: Sequence[str], param: str, add_special_tokens: bool) -> list[list[int]]:
+    tokenizer = texts.tokenizer
     if tokenizer is None:
         raise RequestError("this server has no tokenizer: send token ids", param=param, code="no_tokenizer")
     try:
-        return await tokenizer.encode_batch_async(texts, add_special_tokens=add_special_tokens)
+        return await tokenizer.encode_batch_async(prompts, add_special_tokens=add_special_tokens)
     except RequestError as error:
         raise RequestError(str(error), param=param, code=error.code) from error

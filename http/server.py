@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from ..engine.engine import Engine, EngineState
 from ..engine.errors import ConfigError
 from .connection import ServedConnection
+from .text_process import TextProcess
 
 EXIT_ENGINE_DEAD = 70  # EX_SOFTWARE: a supervisor should start the process anew
 LAST_WORDS_S = 5.0  # for the endings of drained streams to be written
@@ -187,13 +188,15 @@ async def serve(
     ssl_keyfile: str | None = None,
     root_path: str = "",
     drain_timeout_s: float = 30.0,
+    text_process: TextProcess | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Listen, start `engine` unless it has been, serve until a signal or the engine's death; return the exit code.
 
     It listens while the engine starts, so that /health answers and /ready says no. SIGTERM drains: /ready and new
     requests get 503, live ones have `drain_timeout_s` to finish, the rest end with an error. SIGINT does the same
-    without the wait, and a second signal ends everything at once. `on_ready` is called with the URL once requests
+    without the wait, and a second signal ends everything at once. `text_process` is started behind the engine, if that
+    is started here, and is closed with it. `on_ready` is called with the URL once requests
     are served. Raises: ConfigError.
     """
     server = HttpServer(
@@ -210,7 +213,7 @@ async def serve(
         try:
             async with server:
                 if is_ours:
-                    await _first_of(signals.first.wait(), engine.start())
+                    await _first_of(signals.first.wait(), _start(engine, text_process))
                     if not engine.state.is_ready:
                         return 0
                 if on_ready is not None:
@@ -227,6 +230,14 @@ async def serve(
         finally:
             if is_ours and engine.state is not EngineState.CLOSED:
                 await engine.aclose()
+            if text_process is not None:
+                await text_process.aclose()
+
+
+async def _start(engine: Engine, text_process: TextProcess | None) -> None:
+    await engine.start()
+    if text_process is not None:
+        await text_process.start(engine.tokenizer, engine.chat_template)
 
 
 async def _drain(engine: Engine, server: HttpServer, limit_s: float) -> None:

@@ -18,7 +18,7 @@ class FrontSettings:
     Raises: ConfigError naming the field.
     """
 
-    max_body_bytes: int = 1 << 20  # larger bodies would be parsed on the loop thread: 413
+    max_body_bytes: int = 32 << 20  # larger bodies get 413; without a text process, those above 1 MiB do
     max_choices: int = 1024  # n × prompts of one request
     body_timeout_s: float = 30.0  # for a body to arrive in full
     ping_interval_s: float = 10.0  # silence on a stream after which a comment is sent

@@ -1,0 +1,163 @@
+"""The process beside the server that takes in large bodies, so that the loop keeps its pace: the parent's side.
+
+Frames both ways are a length in eight bytes and a pickle; both ends are this program. It ends with its parent, whose
+death closes its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import sys
+from array import array
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..engine.errors import MisuseError, Overloaded, RequestError
+from ..engine.text.chat_template import ChatTemplate
+from ..engine.text.tokenization import TextTokenizer
+from .failures import Refused
+from .intake import Prompts
+
+log = logging.getLogger("slipstream.http")
+MAX_WAITING_BYTES = 256 << 20
+LENGTH_BYTES = 8
+STOP_S = 2.0
+
+
+class TextProcess:
+    """One child process. A job at a time; the others wait, up to MAX_WAITING_BYTES of them. A child that dies fails
+    its job and is replaced for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._settings: bytes | None = None
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting_bytes = 0
+        self.num_jobs = 0
+        self.num_deaths = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has been started, and not closed."""
+        return self._settings is not None
+
+    async def start(self, tokenizer: TextTokenizer | None, chat_template: ChatTemplate | None) -> None:
+        """Start the child with these; returns when it is ready."""
+        settings = await asyncio.to_thread(_packed_settings, tokenizer, chat_template)
+        await self._spawn(settings)
+        self._settings = settings
+
+    async def aclose(self) -> None:
+        """End the child. Returns in bounded time."""
+        child, self._child, self._settings = self._child, None, None
+        if child is None or child.returncode is not None:
+            return
+        assert child.stdin is not None
+        child.stdin.close()
+        try:
+            await asyncio.wait_for(child.wait(), STOP_S)
+        except TimeoutError:
+            child.kill()
+            await child.wait()
+
+    async def take_in(self, name: str, raw: bytes) -> tuple[BaseModel, Prompts]:
+        """The checked body (its prompt left out) and the prompts' ids.
+
+        Raises: RequestError, Refused; Overloaded if too much is waiting or the child was lost.
+        """
+        if self._num_waiting_bytes + len(raw) > MAX_WAITING_BYTES:
+            raise Overloaded("too many large requests are waiting; try again later")
+        self._num_waiting_bytes += len(raw)
+        try:
+            async with self._turn:
+                answer = await self._exchange((name, raw))
+        finally:
+            self._num_waiting_bytes -= len(raw)
+        self.num_jobs += 1
+        return _opened(answer)
+
+    async def _exchange(self, job: tuple[str, bytes]) -> Any:
+        if self._settings is None:
+            raise MisuseError("the text process has not been started, or is closed")
+        if self._child is None:
+            await self._spawn(self._settings)
+        try:
+            await self._send(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
+            return await self._receive()
+        except (OSError, EOFError, asyncio.IncompleteReadError) as error:
+            self.num_deaths += 1
+            log.error("the text process died; the next large request starts another")
+            await self._kill()
+            raise Overloaded("the process for large requests was lost; try again") from error
+        except BaseException:
+            await self._kill()  # its answer would be taken for the next job's
+            raise
+
+    async def _spawn(self, settings: bytes) -> None:
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"{__package__}.text_worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        try:
+            await self._send(settings)
+            await self._receive()
+        except (OSError, EOFError, asyncio.IncompleteReadError) as error:
+            await self._kill()
+            raise Overloaded("the process for large requests does not start; the server's log has its words") from error
+
+    async def _kill(self) -> None:
+        child, self._child = self._child, None
+        if child is not None and child.returncode is None:
+            child.kill()
+            await child.wait()
+
+    async def _send(self, packed: bytes) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        self._child.stdin.write(len(packed).to_bytes(LENGTH_BYTES, "little"))
+        self._child.stdin.write(packed)
+        await self._child.stdin.drain()
+
+    async def _receive(self) -> Any:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        length = int.from_bytes(await self._child.stdout.readexactly(LENGTH_BYTES), "little")
+        return pickle.loads(await self._child.stdout.readexactly(length))
+
+
+def _packed_settings(tokenizer: TextTokenizer | None, chat_template: ChatTemplate | None) -> bytes:
+    """The tokenizer as it stands, whatever it was made from."""
+    made_from: dict[str, Any] | None = None
+    if tokenizer is not None:
+        made_from = {
+            "json": tokenizer.backend.to_str(),
+            "special_tokens": dict(tokenizer.special_tokens),
+            "eos_ids": tokenizer.eos_ids,
+        }
+    template = chat_template.source if chat_template is not None else None
+    return pickle.dumps((made_from, template), pickle.HIGHEST_PROTOCOL)
+
+
+def _opened(answer: Any) -> tuple[BaseModel, Prompts]:
+    match answer:
+        case ("made", body, packed):
+            prompts: Prompts = []
+            for each in packed:
+                ids = array("i")
+                ids.frombytes(each)
+                prompts.append(ids)
+            return body, prompts
+        case ("request error", message, param, code):
+            raise RequestError(message, param=param, code=code)
+        case ("refused", status, message, code):
+            raise Refused(status, message, code=code)
+    raise MisuseError(f"the text process: {answer[1]}")

@@ -1,0 +1,201 @@
+"""Large bodies through the text process: the same answers, limits without it, and the pace of everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from slipstream.engine.errors import MisuseError, Overloaded, RequestError
+from slipstream.engine.scripted_worker import Script
+from slipstream.http.failures import Refused
+from slipstream.http.intake import INLINE_BYTES
+from slipstream.http.settings import FrontSettings
+from slipstream.http.text_process import TextProcess
+
+pytestmark = pytest.mark.timeout(60)
+WORDS = "the stream slips past the stones " * 2000  # 66 kB
+BIG: dict[str, Any] = {"num_pages": 60_000, "max_model_len": 200_000}
+
+
+@pytest.fixture
+async def text_process(tokenizer: Any) -> AsyncIterator[TextProcess]:
+    process = TextProcess()
+    await process.start(tokenizer, tokenizer.chat_template)
+    yield process
+    await process.aclose()
+
+
+def bodies() -> list[tuple[str, dict[str, Any]]]:
+    """A large body for every endpoint that takes prompts."""
+    chat = [{"role": ("user", "assistant")[index % 2], "content": f"line {index}"} for index in range(2000)]
+    ids = [index % 250 + 2 for index in range(20_000)]
+    few = {"max_tokens": 2, "ignore_eos": True, "seed": 1}
+    sampling = {"sampling_params": few}
+    return [
+        ("/v1/completions", {"prompt": WORDS, **few}),
+        ("/v1/completions", {"prompt": [WORDS, "the"], **few}),
+        ("/v1/completions", {"prompt": ids, **few}),
+        ("/v1/chat/completions", {"messages": chat, **few}),
+        ("/v1/responses", {"input": WORDS, "max_output_tokens": 2, "temperature": 0}),
+        ("/generate", {"text": WORDS, **sampling}),
+        ("/generate", {"input_ids": [ids], **sampling}),
+        ("/tokenize", {"prompt": WORDS}),
+        ("/tokenize", {"messages": chat}),
+    ]
+
+
+def said(answer: Any) -> Any:
+    """What an answer says, without what differs from request to request."""
+    told = answer.json
+    if isinstance(told, list):
+        return [(each["output_ids"], each["meta_info"]["prompt_tokens"]) for each in told]
+    if "meta_info" in told:
+        return told["output_ids"], told["meta_info"]["prompt_tokens"]
+    if "output" in told:
+        return told["usage"]  # it has no seed
+    return told.get("choices"), told.get("usage", {}).get("prompt_tokens"), told.get("tokens")
+
+
+async def test_every_large_body_gets_the_answer_that_it_gets_inline(serving: Any, text_process: TextProcess) -> None:
+    engine_settings = {"prefix_cache": False, "chunked_prefill_size": 8192}
+    async with (
+        serving(Script(verifies=False), engine_settings=engine_settings, **BIG) as inline,
+        serving(Script(verifies=False), engine_settings=engine_settings, text_process=text_process, **BIG) as beside,
+    ):
+        for number, (path, body) in enumerate(bodies(), 1):
+            assert len(json.dumps(body)) > INLINE_BYTES
+            here, there = await inline.post(path, body), await beside.post(path, body)
+            assert here.status == there.status == 200, (path, here.body[:200], there.body[:200])
+            assert said(here) == said(there), path
+            assert text_process.num_jobs == number
+        await beside.post("/v1/completions", {"prompt": "the", "max_tokens": 1})
+        assert text_process.num_jobs == number, "small bodies stay"
+
+
+async def test_what_is_wrong_with_a_large_body_is_told_as_ever(serving: Any, text_process: TextProcess) -> None:
+    wrong: list[tuple[str, Any, int, str | None]] = [
+        ("/v1/completions", {"prompt": WORDS, "temperature": "hot"}, 400, "temperature"),
+        ("/v1/completions", {"prompt": WORDS, "temperature": -1}, 400, "temperature"),
+        ("/v1/completions", {"prompt": [1 << 40] * 9000}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [1] * 20_000, "model": "nope"}, 404, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "x" * 40_000}]}]}, 400, None),
+        ("/v1/chat/completions", {"messages": [{"role": "x", "content": WORDS}]}, 400, "messages[0].role"),
+        ("/v1/completions", b"{" * 40_000, 400, None),
+        ("/v1/completions", b"[" + b"1," * 40_000 + b"1]", 400, None),
+    ]
+    async with serving(text_process=text_process) as served:
+        for path, body, status, param in wrong:
+            answer = await served.post(path, body)
+            error = answer.json["error"]
+            assert answer.status == status, (path, answer.body[:200])
+            assert param is None or error["param"] == param, error
+        assert text_process.num_jobs == len(wrong)
+        too_long = await served.post("/v1/completions", {"prompt": WORDS})
+        assert too_long.json["error"]["code"] == "context_length_exceeded"
+
+
+async def test_without_it_a_megabyte_is_the_limit_and_with_it_the_setting(
+    serving: Any, text_process: TextProcess
+) -> None:
+    body = {"prompt": "a" * 1_100_000, "max_tokens": 1}
+    async with serving() as served:
+        assert (await served.post("/v1/completions", body)).status == 413
+    async with serving(text_process=text_process, front=FrontSettings(max_body_bytes=1_200_000)) as served:
+        answer = await served.post("/v1/completions", body)
+        assert answer.json["error"]["code"] == "context_length_exceeded", "it was read and encoded"
+        assert (await served.post("/v1/completions", {"prompt": "a" * 1_300_000})).status == 413
+
+
+async def test_sixty_four_streams_keep_their_pace_beside_huge_prompts(
+    serving: Any, text_process: TextProcess, tokenizer: Any
+) -> None:
+    step_s = 0.02
+    huge = json.dumps({"prompt": WORDS * 8, "max_tokens": 1, "temperature": "refused at the end"}).encode()
+    chat = {"messages": [{"role": "user", "content": f"line {index} of the stream"} for index in range(2000)], "n": 0}
+    engine_settings = {"prefix_cache": False}
+    async with serving(
+        Script(step_time_s=step_s, verifies=False), num_rows=80, num_pages=8192, text_process=text_process,
+        engine_settings=engine_settings,
+    ) as served:  # fmt: skip
+        clients = [await served.connect() for _ in range(64)]
+        for client in clients:
+            body = {"prompt": "the", "max_tokens": 100, "ignore_eos": True, "stream": True}
+            await client.send("POST", "/v1/completions", body)
+        await clients[-1].read_until(lambda answer: answer.body.count(b"data:") > 3)
+        loop, lags, num_heavy = asyncio.get_running_loop(), [], 0
+        heavy = asyncio.gather(*[served.post("/v1/completions", huge) for _ in range(2)],
+                               *[served.post("/v1/chat/completions", chat) for _ in range(2)])  # fmt: skip
+        while not heavy.done():
+            before = loop.time()
+            await asyncio.sleep(0.001)
+            lags.append(loop.time() - before - 0.001)
+            num_heavy += 1
+        assert [answer.status for answer in heavy.result()] == [400] * 4
+        assert text_process.num_jobs == 4
+        await asyncio.gather(*[client.answer() for client in clients])
+    served.engine.proves_laws = False
+    lags.sort()
+    assert lags[len(lags) // 2] < step_s / 2
+    assert lags[-1] < 0.15, "half a megabyte of text holds the loop for longer than this if it is encoded there"
+
+
+async def test_a_child_that_dies_fails_its_job_and_is_replaced(text_process: TextProcess) -> None:
+    raw = json.dumps({"prompt": WORDS * 4}).encode()
+    assert text_process._child is not None
+    first = text_process._child.pid
+    job = asyncio.create_task(text_process.take_in("completions", raw), name="job")
+    await asyncio.sleep(0.01)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(Overloaded, match="lost"):
+        await job
+    body, prompts = await text_process.take_in("completions", raw)
+    assert (len(prompts), getattr(body, "prompt", None)) == (1, "")
+    assert text_process._child.pid != first
+    assert text_process.num_deaths == 1
+
+
+async def test_a_job_that_is_cancelled_leaves_no_answer_behind(text_process: TextProcess) -> None:
+    job = asyncio.create_task(text_process.take_in("completions", json.dumps({"prompt": WORDS}).encode()), name="job")
+    await asyncio.sleep(0.005)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    _, prompts = await text_process.take_in("tokenize", b'{"prompt": "the"}')
+    assert len(prompts[0]) <= 3
+
+
+async def test_too_much_waiting_is_refused_and_a_closed_process_takes_nothing(
+    text_process: TextProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.http.text_process.MAX_WAITING_BYTES", 100)
+    with pytest.raises(Overloaded):
+        await text_process.take_in("completions", b"x" * 101)
+    with pytest.raises(RequestError, match="prompt"):
+        await text_process.take_in("completions", b"{}")
+    with pytest.raises(Refused):
+        await text_process.take_in("completions", b"[]")
+    with pytest.raises(MisuseError, match="KeyError"):
+        await text_process.take_in("no such endpoint", b"{}")
+    child = text_process._child
+    await text_process.aclose()
+    assert child is not None
+    assert child.returncode == 0, "it ends when its input does"
+    with pytest.raises(MisuseError):
+        await text_process.take_in("completions", b"{}")
+
+
+async def test_it_ends_with_its_parent(tokenizer: Any) -> None:
+    process = TextProcess()
+    await process.start(tokenizer, None)
+    child = process._child
+    assert child is not None
+    assert child.stdin is not None
+    child.stdin.close()  # what the parent's death does
+    assert await asyncio.wait_for(child.wait(), 5) == 0
+    await process.aclose()

@@ -90,9 +90,11 @@ def serve(
     from .engine.engine import Engine
     from .http.app import create_app
     from .http.server import serve as serve_app
+    from .http.text_process import TextProcess
 
     engine = Engine(config)
     names = served_model_name or [config.model]
+    text_process = TextProcess()
     app = create_app(
         engine,
         served_model_name=names,
@@ -100,6 +102,7 @@ def serve(
         admin_key=admin_key,
         cors_origins=allowed_origins,
         settings=limits,
+        text_process=text_process,
     )
     typer.echo(f"slipstream: loading {config.model}")
     _log_to_stderr()
@@ -115,6 +118,7 @@ def serve(
                 ssl_keyfile=ssl_keyfile,
                 root_path=root_path,
                 drain_timeout_s=drain_timeout_s,
+                text_process=text_process,
                 on_ready=lambda url: _say_ready(
                     url, names[0], needs_key=api_key is not None, memory_table=engine.limits.memory_table
                 ),

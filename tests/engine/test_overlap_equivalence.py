@@ -1,12 +1,14 @@
 """The crown jewel: whatever is thrown at the engine, depth 1 gives token for token what depth 0 gives.
 
-Scripts of arrivals, lengths, shared prefixes, stops, aborts, faults, late results and page pressure are generated; the
-ScriptedWorker reads every history back through the pages at every step, and the laws of ownership are proved after each.
+Scripts of arrivals, lengths, shared prefixes, stops, penalties, grammars, log-probabilities, priorities, pauses, aborts,
+faults, late results and page pressure are generated; the ScriptedWorker reads every history back through the pages at every
+step, freed pages are poisoned, and the laws of ownership are proved after each step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 
 from slipstream import SamplingParams
 from slipstream.engine.engine import Engine, RequestHandle
-from slipstream.engine.outputs import Cancelled, End, Failed, Finished
+from slipstream.engine.grammar_session import GrammarSpec
+from slipstream.engine.logit_rules import mask_of
+from slipstream.engine.outputs import Cancelled, End, Failed, Finished, TokenLogprobs
 from slipstream.engine.scheduler import new_token_ratio, prefill_adder
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.worker import WorkerLimits
@@ -36,6 +40,8 @@ class Arrival:
     stop_ids: tuple[int, ...]
     seed: int
     abort_after: int | None  # turns after the arrival
+    priority: int
+    rules: str
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,10 @@ class Scenario:
     chunk_pages: int
     prefix_cache: bool
     policy: str
+    preempts: bool
+    itl_budget_ms: float | None
+    eviction: str
+    pauses: tuple[tuple[int, bool], ...]  # (turn, whether the cache is flushed meanwhile)
     arrivals: tuple[Arrival, ...]
     late_every: int
     expected_ratio: float  # how much output is reserved for: near 0, requests run into each other and are retracted
@@ -60,14 +70,66 @@ class Recorder:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.ends: list[End] = []
 
-    def push(self, token_ids: Sequence[int], text: str) -> None:
+    def push(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         assert not self.ends, "a token after the end"
         self.token_ids.extend(token_ids)
+        self.logprobs.extend((*prompt_logprobs, *logprobs))
 
     def end(self, end: End) -> None:
         self.ends.append(end)
+
+
+class Countdown:
+    """A grammar: 30 tokens at most, each of them of the residue that its place and the token before it give."""
+
+    num_bytes = 1
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def session(self) -> Countdown:
+        return Countdown()
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.accepted) >= 30
+
+    def _allowed(self) -> list[int]:
+        last = self.accepted[-1] if self.accepted else 0
+        return [token_id for token_id in range(VOCAB) if (token_id + last + len(self.accepted)) % 3 == 0]
+
+    def fill(self) -> bytes:
+        assert not self.is_over, "a grammar that is over is asked nothing"
+        return mask_of(self._allowed(), VOCAB)
+
+    def accept(self, token_id: int) -> bool:
+        assert not self.is_over
+        if token_id not in self._allowed():
+            return False
+        self.accepted.append(token_id)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        raise AssertionError("never needed: masks are filled from exact history")
+
+
+SPEC = GrammarSpec(kind="json_object")
+RULES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.4, "presence_penalty": 0.2, "logit_bias": {3: 0.5}},
+    "bans": {"bad_words_ids": ((3,), (5, 6)), "frequency_penalty": -0.5},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 0.3},
+    "grammar": {"structured_output": SPEC, "logprobs": 0, "frequency_penalty": 0.3},
+}
 
 
 @st.composite
@@ -91,9 +153,12 @@ def scenarios(draw: st.DrawFn, *, faults: bool, aborts: bool) -> Scenario:
                 stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=1))),
                 seed=draw(st.integers(0, 3)),
                 abort_after=draw(st.none() | st.integers(0, 40)) if aborts else None,
+                priority=draw(st.integers(-1, 1)),
+                rules=draw(st.sampled_from(("plain", *RULES))),
             )
         )
     steps = st.integers(0, 40)
+    policy = draw(st.sampled_from(("fcfs", "lpm", "shortest-prefill", "priority", "priority")))
     none: st.SearchStrategy[frozenset[int]] = st.just(frozenset())
     return Scenario(
         page_size=page_size,
@@ -101,7 +166,11 @@ def scenarios(draw: st.DrawFn, *, faults: bool, aborts: bool) -> Scenario:
         num_rows=draw(st.integers(1, 8) | st.just(8)),
         chunk_pages=draw(st.integers(1, 4)),
         prefix_cache=draw(st.booleans()),
-        policy=draw(st.sampled_from(("fcfs", "lpm", "shortest-prefill"))),
+        policy=policy,
+        preempts=policy == "priority" and draw(st.booleans()),
+        itl_budget_ms=draw(st.sampled_from((None, None, 0.02))),
+        eviction=draw(st.sampled_from(("lru", "lfu", "fifo", "priority"))),
+        pauses=tuple(draw(st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=2))),
         arrivals=tuple(arrivals),
         late_every=draw(st.integers(1, 5)),
         expected_ratio=draw(st.sampled_from((0.0, 0.0, 0.7))),
@@ -136,6 +205,10 @@ async def play(scenario: Scenario, *, overlap: bool) -> tuple[list[Recorder], En
         chunked_prefill_size=max(scenario.chunk_pages * scenario.page_size, 8),
         prefix_cache=scenario.prefix_cache,
         schedule_policy=scenario.policy,
+        priority_preemption=scenario.preempts,
+        itl_budget_ms=scenario.itl_budget_ms,
+        eviction_policy=scenario.eviction,
+        debug_canary=True,
     )
     engine.proves_laws = True
     recorders = [Recorder() for _ in scenario.arrivals]
@@ -164,11 +237,24 @@ async def submit_all(engine: Engine, scenario: Scenario, recorders: list[Recorde
                         min_tokens=arrival.min_tokens,
                         stop_token_ids=arrival.stop_ids,
                         seed=arrival.seed,
+                        **RULES[arrival.rules],  # type: ignore[arg-type]
                     )
-                    handles[number] = engine.submit(arrival.prompt, params, recorders[number])
+                    handles[number] = engine.submit(
+                        arrival.prompt,
+                        params,
+                        recorders[number],
+                        priority=arrival.priority,
+                        grammar=Countdown() if arrival.rules == "grammar" else None,
+                    )
                 if arrival.abort_after is not None and arrival.turn + arrival.abort_after == turn:
                     handles[number].abort()
                     assert recorders[number].ends, "an abort ends its request at once"
+            for at, flushes in scenario.pauses:
+                if at == turn:
+                    await engine.pause()
+                    if flushes:
+                        engine.flush_cache()
+                    engine.resume()
             await asyncio.sleep(0)
         await engine.drain(20.0)
         stats = engine.stats
@@ -176,7 +262,11 @@ async def submit_all(engine: Engine, scenario: Scenario, recorders: list[Recorde
         assert stats.num_running == stats.num_waiting == 0
 
 
-SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(
+    max_examples=int(os.environ.get("SLIPSTREAM_EXAMPLES", 120)),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 @SETTINGS
@@ -186,6 +276,7 @@ def test_depth_1_gives_token_for_token_what_depth_0_gives(scenario: Scenario) ->
     at_1, _ = asyncio.run(play(scenario, overlap=True))
     for one, other in zip(at_0, at_1, strict=True):
         assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
         assert isinstance(one.ends[0], Finished)
         assert isinstance(other.ends[0], Finished)
         assert one.ends[0].reason == other.ends[0].reason

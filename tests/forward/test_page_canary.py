@@ -21,13 +21,27 @@ PROMPTS = [[(7 * row + 3 * position) % 290 + 5 for position in range(length)]
 
 
 def config(folder, **settings) -> EngineConfig:
-    chosen = {"page_size": 4, "max_total_tokens": 400, "max_running_requests": 8, "chunked_prefill_size": 32, **settings}
+    chosen = {
+        "page_size": 4,
+        "max_total_tokens": 400,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 32,
+        **settings,
+    }
     return EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", cpu_threads=1, skip_tokenizer=True, debug_canary=True, **chosen
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        cpu_threads=1,
+        skip_tokenizer=True,
+        debug_canary=True,
+        **chosen,
     )
 
 
-def batch(step: int, *, prior: int, ids: list[int], pages: list[tuple[int, int]], starts: bool = False) -> ScheduleBatch:
+def batch(
+    step: int, *, prior: int, ids: list[int], pages: list[tuple[int, int]], starts: bool = False
+) -> ScheduleBatch:
     """One row: a prompt if it has ids, else a decode; `pages` are (column, page) that its table learns."""
     return ScheduleBatch(
         step=step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest.mock import patch
 
 from hypothesis import settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream import SamplingParams
+from slipstream.engine.cache.radix_node import EvictionPolicy
 from slipstream.engine.errors import StepFailed
 from slipstream.engine.request import Request, RequestState
 from slipstream.engine.request_builder import RequestBuilder
@@ -29,10 +31,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_rows=st.integers(1, 5),
         prefix_cache=st.booleans(),
         ratio=st.sampled_from([0.0, 0.7]),
-        policy=st.sampled_from(["fcfs", "lpm", "shortest-prefill", "priority"]),
+        policy=st.sampled_from(["fcfs", "lpm", "shortest-prefill", "priority", "preempting"]),
+        eviction=st.sampled_from(["lru", "lfu", "fifo", "priority"]),
     )
     def open(
-        self, page_size: int, num_pages: int, num_rows: int, prefix_cache: bool, ratio: float, policy: str
+        self,
+        page_size: int,
+        num_pages: int,
+        num_rows: int,
+        prefix_cache: bool,
+        ratio: float,
+        policy: str,
+        eviction: EvictionPolicy,
     ) -> None:
         self.limits = WorkerLimits(
             num_pages=num_pages,
@@ -47,8 +57,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prefill_tokens=4 * page_size,
             max_queued_requests=8,
             prefix_cache=prefix_cache,
-            schedule_policy=policy,
+            schedule_policy="priority" if policy == "preempting" else policy,
+            priority_preemption=policy == "preempting",
+            eviction_policy=eviction,
+            on_pages_home=self.come_home,
         )
+        self.homecomings = 0
         self.scheduler._planner.ratio.value = ratio
         self.patches = patch.object(prefill_adder, "SHARED_TOKENS", 4)
         self.patches.start()
@@ -106,6 +120,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             row_errors={index: "row" for index in failing if index < batch.num_rows},
         )
         self.deliver(self.scheduler.commit(batch, outcome))
+
+    def come_home(self, pages: Sequence[int]) -> None:
+        """The canary's seam: pages that come home are free at that moment, each once."""
+        assert len(set(pages)) == len(pages)
+        assert set(pages) <= self.scheduler.memory.pages.free_pages()
+        self.homecomings += len(pages)
+
+    @precondition(lambda self: not self.flights)
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.flush_cache()
+        stats = self.scheduler.stats
+        assert stats.num_free_pages == stats.num_pages
+        assert stats.num_running == 0
 
     @precondition(lambda self: self.flights)
     @rule()

@@ -9,8 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from ..engine.errors import RequestError
 from ..engine.sampling_params import SamplingParams
+from .steering import SteeringFields
 
 MAX_N = 128
+MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 1e6
 HINTS = frozenset(
     {
@@ -27,37 +29,22 @@ HINTS = frozenset(
 """Parameters that do not change what is generated: accepted with any value, and ignored."""
 
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "cache_salt": (),
     "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -171,7 +158,7 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(Strict):
+class GenerationBody(Strict, SteeringFields):
     """What /v1/completions and /v1/chat/completions have in common."""
 
     model: str | None = None
@@ -233,17 +220,47 @@ class GenerationBody(Strict):
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            **self.steering(),
         )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are asked for beside each drawn one; None: no log-probabilities at all."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return None
 
     @property
     def names(self) -> dict[str, str]:
         """What the engine's fields are called in this body."""
-        return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        names = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        grammar = self.grammar()
+        return names if grammar is None else {**names, "structured_output": grammar[0]}
 
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
     best_of: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
+    echo: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.num_logprobs if self.echo else None
+
+    @model_validator(mode="after")
+    def _scores_are_not_streamed_with_their_prompt(self) -> CompletionBody:
+        if self.echo and self.stream and self.num_logprobs is not None:
+            raise RequestError("echo with logprobs is only answered whole: leave out stream", param="echo")
+        return self
 
     @model_validator(mode="after")
     def _best_of_picks_nothing(self) -> CompletionBody:
@@ -266,6 +283,18 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def names(self) -> dict[str, str]:

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
-from ..engine.outputs import Finished, Usage
+from ..engine.errors import MisuseError
+from ..engine.outputs import Finished, TokenLogprobs, Usage
 from .failures import Failure
 
 DONE = b"data: [DONE]\n\n"
@@ -31,12 +32,23 @@ class Collected:
     text: str
     token_ids: Sequence[int]
     end: Finished
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Shape(Protocol):
     """What one API makes of a request's choices; made per request, so that ids and names are baked in."""
 
     wants_ids: bool  # frames by template carry the token ids too, as "output_ids" right after the text
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Frames carry log-probabilities: they come from `scored`, never from a template."""
+        ...
+
+    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
+        """The frame of a piece of text with the log-probabilities of the tokens since the frame before."""
+        ...
 
     def opening(self, index: int) -> bytes:
         """The frame that goes before a choice's first one, or nothing."""
@@ -68,7 +80,12 @@ class Shape(Protocol):
 
 
 class PlainEnding:
-    """How most APIs end a stream."""
+    """How most APIs end a stream, and that they carry no log-probabilities."""
+
+    wants_logprobs = False
+
+    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
+        raise MisuseError("this shape asks for no log-probabilities")
 
     def ending(self, usage: Usage) -> bytes:
         return DONE

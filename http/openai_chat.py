@@ -7,12 +7,13 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ..engine.outputs import Finished, Usage
+from ..engine.outputs import Finished, TokenLogprobs, Usage
 from .bodies import ChatBody, ChatMessage, GenerationBody
 from .endpoint import Call, answer
 from .frames import Collected, event
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
+from .logprob_fields import Pieces, chat_logprobs
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
 from .submission import Job
@@ -24,12 +25,14 @@ async def chat_completions(front: Front, call: Call) -> Response:
     body, prompts = await take_in(front, call, CHAT)
     call.request_id = body.request_id or call.request_id
     call.names = body.names
-    shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=front.model(body.model))
+    model = front.model(body.model)
+    shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=model, tokenizer=front.engine.tokenizer)
     params = [body.params(choice=choice, default_max_tokens=None) for choice in range(body.n)]
     (prompt_ids,) = await prompts()
     urgency = call.urgency(body.priority, body.deadline_s)
+    grammar = await front.engine.compile_grammar(params[0])
     jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency)
+        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
         for choice, choice_params in enumerate(params)
     ]
     return await answer(front, call, shape, jobs, stream=body.stream)
@@ -59,8 +62,8 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
 class ChatShape(OpenAiShape):
     """Chunks of kind chat.completion.chunk, answers of kind chat.completion."""
 
-    def __init__(self, body: GenerationBody, *, response_id: str, model: str) -> None:
-        super().__init__(body, response_id=response_id, model=model, kind="chat.completion.chunk")
+    def __init__(self, body: GenerationBody, *, response_id: str, model: str, tokenizer: Pieces | None) -> None:
+        super().__init__(body, response_id=response_id, model=model, kind="chat.completion.chunk", tokenizer=tokenizer)
         if not body.stream:
             self._base["object"] = "chat.completion"
 
@@ -70,6 +73,9 @@ class ChatShape(OpenAiShape):
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
         return _choice(index, {"content": text} if end is None else {}, end)
 
+    def told_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return chat_logprobs(self._token_texts, logprobs)
+
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         return self.body([self._message(choice, self.told(choice.end)) for choice in choices], usage)
 
@@ -77,7 +83,7 @@ class ChatShape(OpenAiShape):
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": chat_logprobs(self._token_texts, choice.logprobs) if self.wants_logprobs else None,
             "finish_reason": end.reason,
             "stop_reason": end.stop_reason,
         }

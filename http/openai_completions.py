@@ -6,17 +6,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import orjson
 from starlette.responses import Response
 
 from ..engine.errors import RequestError
-from ..engine.outputs import Finished, Usage
+from ..engine.outputs import Finished, TokenLogprobs, Usage
 from .bodies import CompletionBody, GenerationBody
 from .endpoint import Call, answer
 from .frames import DONE, TEXT, Collected, PlainEnding, Template, event, template, usage_fields
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
+from .logprob_fields import CompletionLogprobs, Pieces, TokenTexts, joined
 from .prompts import encode_prompts
 from .submission import Job
 
@@ -29,14 +31,17 @@ async def completions(front: Front, call: Call) -> Response:
     body, encoded = await take_in(front, call, COMPLETIONS)
     call.request_id = body.request_id or call.request_id
     call.names = body.names
-    shape = CompletionShape(body, response_id=f"cmpl-{call.request_id}", model=front.model(body.model))
+    model = front.model(body.model)
+    shape = CompletionShape(body, response_id=f"cmpl-{call.request_id}", model=model, tokenizer=front.engine.tokenizer)
     params = [body.params(choice=choice, default_max_tokens=DEFAULT_MAX_TOKENS) for choice in range(body.n)]
     prompts = await encoded()
     if len(prompts) * body.n > front.settings.max_choices:
         raise RequestError(f"at most {front.settings.max_choices} choices a request", param="n")
+    shape.prompts = prompts
     urgency = call.urgency(body.priority, body.deadline_s)
+    grammar = await front.engine.compile_grammar(params[0])
     jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency)
+        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
         for prompt_ids in prompts
         for choice, choice_params in enumerate(params)
     ]
@@ -58,7 +63,11 @@ class OpenAiShape(PlainEnding, ABC):
 
     wants_ids = False
 
-    def __init__(self, body: GenerationBody, *, response_id: str, model: str, kind: str) -> None:
+    def __init__(
+        self, body: GenerationBody, *, response_id: str, model: str, kind: str, tokenizer: Pieces | None
+    ) -> None:
+        self.wants_logprobs = body.num_logprobs is not None
+        self._token_texts = TokenTexts(tokenizer)
         self._counts_usage = body.continuous_usage
         self._includes_usage = body.include_usage
         self._own_stop_ids = frozenset(body.stop_token_ids)
@@ -71,6 +80,14 @@ class OpenAiShape(PlainEnding, ABC):
         if isinstance(end.stop_reason, int) and end.stop_reason not in self._own_stop_ids:
             return replace(end, stop_reason=None)
         return end
+
+    @abstractmethod
+    def told_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Log-probabilities of a choice's next tokens."""
+
+    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
+        piece = {**self.piece(index, text, None), "logprobs": self.told_logprobs(index, logprobs)}
+        return event(self.chunk([piece], usage() if self._counts_usage else None))
 
     @abstractmethod
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
@@ -105,11 +122,37 @@ class OpenAiShape(PlainEnding, ABC):
 class CompletionShape(OpenAiShape):
     """Chunks and answers of kind text_completion."""
 
-    def __init__(self, body: GenerationBody, *, response_id: str, model: str) -> None:
-        super().__init__(body, response_id=response_id, model=model, kind="text_completion")
+    def __init__(self, body: CompletionBody, *, response_id: str, model: str, tokenizer: Pieces | None) -> None:
+        super().__init__(body, response_id=response_id, model=model, kind="text_completion", tokenizer=tokenizer)
+        self.prompts: Prompts = []  # set once they are encoded
+        self._choices_each = body.n
+        self._echoes = body.echo
+        self._has_top = bool(body.logprobs)
+        self._tokenizer = tokenizer
+        self._scored: dict[int, CompletionLogprobs] = {}
 
     def opening(self, index: int) -> bytes:
-        return b""
+        return event(self.chunk([self.piece(index, self._echo(index), None)])) if self._echoes else b""
+
+    def _echo(self, index: int) -> str:
+        """The text of a choice's prompt, special tokens left out as in its answer."""
+        prompt = self.prompts[index // self._choices_each]
+        return "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+
+    def told_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        scored = self._scored.setdefault(index, CompletionLogprobs(self._token_texts, has_top=self._has_top))
+        return scored.piece(logprobs)
+
+    def _whole(self, choice: Collected) -> dict[str, object]:
+        text = self._echo(choice.index) + choice.text if self._echoes else choice.text
+        piece = self.piece(choice.index, text, self.told(choice.end))
+        if not self.wants_logprobs:
+            return piece
+        scored = CompletionLogprobs(self._token_texts, has_top=self._has_top)
+        if not self._echoes:
+            return {**piece, "logprobs": scored.piece(choice.logprobs)}
+        first = scored.first_of_prompt(self.prompts[choice.index // self._choices_each][0])
+        return {**piece, "logprobs": joined(first, scored.piece([*choice.prompt_logprobs, *choice.logprobs]))}
 
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
         piece: dict[str, object] = {
@@ -123,4 +166,4 @@ class CompletionShape(OpenAiShape):
         return piece
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return self.body([self.piece(choice.index, choice.text, self.told(choice.end)) for choice in choices], usage)
+        return self.body([self._whole(choice) for choice in choices], usage)

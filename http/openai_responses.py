@@ -11,8 +11,8 @@ import orjson
 from pydantic import model_validator
 from starlette.responses import Response
 
-from ..engine.errors import RequestError
-from ..engine.outputs import Finished, Usage
+from ..engine.errors import MisuseError, RequestError
+from ..engine.outputs import Finished, TokenLogprobs, Usage
 from ..engine.sampling_params import SamplingParams
 from .bodies import HINTS, Strict, without_idle_fields
 from .endpoint import Call, answer
@@ -118,6 +118,7 @@ class ResponsesShape:
     """One assistant message as output. Every event is numbered, so none comes from a template."""
 
     wants_ids = False
+    wants_logprobs = False
 
     def __init__(self, body: ResponsesBody, *, response_id: str, model: str) -> None:
         self._numbers = itertools.count()
@@ -152,6 +153,9 @@ class ResponsesShape:
             + self._event("response.output_item.added", output_index=0, item=self._item("in_progress", content=[]))
             + self._part_event("response.content_part.added", part=_part(""))
         )
+
+    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
+        raise MisuseError("this shape asks for no log-probabilities")
 
     def text(self, index: int) -> Template | None:
         return None

@@ -16,7 +16,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..engine.outputs import End, Finished, Usage
+from ..engine.outputs import End, Finished, TokenLogprobs, Usage
 from .connection import DirectConnection, direct_connection
 from .course import Course
 from .disconnect import watching
@@ -47,6 +47,7 @@ class Choice:
         "_num_output_tokens",
         "_num_prompt_tokens",
         "_observe_gap",
+        "_scores",
         "_stream",
         "_template",
         "ended",
@@ -58,6 +59,7 @@ class Choice:
         self._index = index
         self._template = shape.text(index)
         self._ids: list[int] | None = [] if shape.wants_ids else None
+        self._scores: list[TokenLogprobs] | None = [] if shape.wants_logprobs else None
         self._observe_gap = stream.front.metrics.inter_token_s.observe
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = 0
@@ -75,8 +77,16 @@ class Choice:
             return self.ended.usage
         return Usage(prompt_tokens=self._num_prompt_tokens, cached_tokens=0, output_tokens=self._num_output_tokens)
 
-    def push(self, token_ids: Sequence[int], text: str) -> None:
+    def push(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         self._num_output_tokens += len(token_ids)
+        if self._scores is not None:
+            self._scores.extend(logprobs)
         if self._ids is not None:
             self._ids.extend(token_ids)
         elif not text:
@@ -119,7 +129,11 @@ class Choice:
             self._observe_gap(now - self._last_at)
         self._last_at = now
         self._due_at = self._num_output_tokens + self._fan_out.interval.tokens
-        if self.pending or self._ids:
+        if self._scores and (self.pending or self.ended is not None):
+            frames += shape.scored(self._index, self.pending, self._scores, stream.usage)
+            self._scores = []
+            self.pending = ""
+        elif self.pending or self._ids:
             stream.front.metrics.num_frames += 1
             template = self._template
             if template is None:

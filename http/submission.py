@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..engine.engine import RequestHandle
+from ..engine.grammar_session import CompiledGrammar
 from ..engine.outputs import Cancelled, End, Failed, Sink, Usage
 from ..engine.sampling_params import SamplingParams
 from .course import Course
@@ -34,6 +35,7 @@ class Job:
     params: SamplingParams
     counts_prompt: bool = True
     urgency: Urgency = Urgency()
+    grammar: CompiledGrammar | None = None  # what `params.structured_output` was compiled to
 
 
 def total_usage(jobs: Sequence[Job], usages: Sequence[Usage]) -> Usage:
@@ -68,6 +70,7 @@ class Submission:
                     request_id=course.request_id,
                     priority=urgency.priority,
                     deadline_s=urgency.seconds_left,
+                    grammar=job.grammar,
                 )
                 self._handles.append(handle)
         except BaseException:

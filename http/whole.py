@@ -9,7 +9,7 @@ from time import perf_counter
 from starlette.responses import Response
 from starlette.types import Receive
 
-from ..engine.outputs import End, Finished
+from ..engine.outputs import End, Finished, TokenLogprobs
 from .course import Course
 from .disconnect import watching
 from .frames import Collected, Shape
@@ -22,16 +22,27 @@ CLIENT_GONE = 499  # for the log; nobody reads it
 class Collector:
     """One choice, as the engine's sink."""
 
-    __slots__ = ("_over", "ended", "texts", "token_ids")
+    __slots__ = ("_over", "ended", "logprobs", "prompt_logprobs", "texts", "token_ids")
 
     def __init__(self, over: Countdown) -> None:
         self._over = over
         self.texts: list[str] = []
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.ended: End | None = None
 
-    def push(self, token_ids: Sequence[int], text: str) -> None:
+    def push(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         self._over.saw_token()
+        self.logprobs.extend(logprobs)
+        if prompt_logprobs:
+            self.prompt_logprobs = tuple(prompt_logprobs)
         self.token_ids.extend(token_ids)
         self.texts.append(text)
 
@@ -91,7 +102,14 @@ async def whole_answer(front: Front, shape: Shape, jobs: Sequence[Job], receive:
     if over.error is not None:
         raise over.error
     choices = [
-        Collected(index=index, text="".join(collector.texts), token_ids=collector.token_ids, end=end)
+        Collected(
+            index=index,
+            text="".join(collector.texts),
+            token_ids=collector.token_ids,
+            end=end,
+            logprobs=collector.logprobs,
+            prompt_logprobs=collector.prompt_logprobs,
+        )
         for index, (collector, end) in enumerate(zip(collectors, ends, strict=True))
         if isinstance(end, Finished)
     ]

@@ -23,7 +23,16 @@ TENSOR_PARTS = tuple(
 HOST_PARTS = ("engine.scheduler", "engine.cache", "engine.text")
 PUBLIC_ENGINE = tuple(
     f"engine.{name}"
-    for name in ("engine", "config", "errors", "outputs", "sampling_params", "text.chat_template", "text.tokenization")
+    for name in (
+        "engine",
+        "config",
+        "errors",
+        "grammar_session",
+        "outputs",
+        "sampling_params",
+        "text.chat_template",
+        "text.tokenization",
+    )
 )
 HOST_LIBRARIES = {"tokenizers", "jinja2", "orjson"}
 TENSOR_LIBRARIES = {

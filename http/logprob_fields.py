@@ -1,0 +1,89 @@
+"""Log-probabilities in the shapes of OpenAI's two endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..engine.outputs import TokenLogprobs
+
+
+class Pieces(Protocol):
+    """What a tokenizer says of its tokens and texts."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class TokenTexts:
+    """The text of single tokens; without a tokenizer their ids."""
+
+    def __init__(self, tokenizer: Pieces | None) -> None:
+        self._tokenizer = tokenizer
+
+    def content(self, token_id: int) -> bytes:
+        return b"token_id:%d" % token_id if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def text(self, token_id: int) -> str:
+        return self.content(token_id).decode("utf-8", "replace")
+
+
+def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion: one entry a token, in order."""
+    return {
+        "content": [
+            {
+                **_entry(texts, each.token_id, each.logprob),
+                "top_logprobs": [
+                    _entry(texts, token_id, logprob)
+                    for token_id, logprob in zip(each.top_ids, each.top_logprobs, strict=True)
+                ],
+            }
+            for each in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": texts.text(token_id), "logprob": logprob, "bytes": list(texts.content(token_id))}
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of one completion, piece by piece: offsets count on from piece to piece."""
+
+    def __init__(self, texts: TokenTexts, *, has_top: bool) -> None:
+        self._texts = texts
+        self._has_top = has_top
+        self._offset = 0
+
+    def first_of_prompt(self, token_id: int) -> dict[str, Any]:
+        """The token that nothing comes before: it has no log-probability."""
+        return self._columns([(token_id, None, None)])
+
+    def piece(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next tokens. The drawn token stands among the likeliest, whether or not it is one of them."""
+        return self._columns([(each.token_id, each.logprob, each if self._has_top else None) for each in logprobs])
+
+    def _columns(self, rows: Sequence[tuple[int, float | None, TokenLogprobs | None]]) -> dict[str, Any]:
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, logprob, scored in rows:
+            text = self._texts.text(token_id)
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(logprob)
+            columns["top_logprobs"].append(None if scored is None else self._top(scored))
+            columns["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return columns if self._has_top else {**columns, "top_logprobs": None}
+
+    def _top(self, scored: TokenLogprobs) -> dict[str, float]:
+        top = {self._texts.text(scored.token_id): scored.logprob}
+        for token_id, logprob in zip(scored.top_ids, scored.top_logprobs, strict=True):
+            top.setdefault(self._texts.text(token_id), logprob)
+        return top
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two pieces as one."""
+    return {name: None if first[name] is None or second[name] is None else first[name] + second[name] for name in first}

@@ -91,6 +91,7 @@ def serve(
     from .http.app import create_app
     from .http.server import serve as serve_app
     from .http.text_process import TextProcess
+    from .profiling.recorder import Recorder
 
     engine = Engine(config)
     names = served_model_name or [config.model]
@@ -103,6 +104,7 @@ def serve(
         cors_origins=allowed_origins,
         settings=limits,
         text_process=text_process,
+        recorder=Recorder(engine),
     )
     typer.echo(f"slipstream: loading {config.model}")
     _log_to_stderr()
@@ -246,6 +248,68 @@ async def _print_stream(engine: Engine, ids: Sequence[int], params: SamplingPara
             answer.append(delta.text)
             print(delta.text, end="", flush=True)
     print()
+
+
+@app.command()
+@takes(EngineConfig, ENGINE_FLAGS, into="settings")
+def profile(
+    *,
+    settings: Mapping[str, object],
+    rows: Annotated[int, typer.Option(min=1, help="Requests that decode at the same time.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    steps: Annotated[int, typer.Option(min=3, max=2000, help="Steps to record.")] = 50,
+    both_depths: Annotated[bool, typer.Option("--both-depths", help="Also with --no-overlap, beside it.")] = False,
+    scripted: Annotated[bool, typer.Option("--scripted", help="No model: a device that only keeps time.")] = False,
+    step_ms: Annotated[float, typer.Option(min=0.01, help="Of the scripted device: its forward.")] = 5.0,
+    launch_ms: Annotated[float, typer.Option(min=0, help="Of the scripted device: the host's launch.")] = 1.0,
+    url: Annotated[
+        str | None, typer.Option(help="Record a running server instead, under the load that it has.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="SLIPSTREAM_ADMIN_KEY", help="That server's --admin-key.")
+    ] = None,
+    wait_s: Annotated[float, typer.Option(min=0, max=600, help="How long that server's steps may take.")] = 60.0,
+    kernels: Annotated[bool, typer.Option(help="On CUDA: every kernel, not only when each step ran.")] = True,
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="Run under nsys: ranges, and a capture range (nsys.sh).")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Where to write: OUT.html, OUT.json, OUT.trace.json.gz.")] = Path("profile"),
+) -> None:
+    """Is the device waiting for the host? Record some steps, print the overlap report, write timeline and trace."""
+    from .profiling import profile_run as run
+
+    load = run.Load(rows=rows, prompt_tokens=prompt_tokens, steps=steps)
+    if url is not None:
+        trace = out.with_name(f"{out.name}.server.trace.json.gz")
+        timelines = [run.record_server_blocking(url, admin_key, steps=steps, wait_s=wait_s, into=trace)]
+    else:
+        make = run.engine_maker(settings, load, scripted=scripted, step_ms=step_ms, launch_ms=launch_ms)
+        depths = (1, 0) if both_depths else (int(bool(settings["overlap"])),)
+        with _runner() as runner:
+            timelines = runner.run(run.record_each(make, depths, load, kernels=kernels, nvtx=nvtx))
+    typer.echo(run.reports_text(run.write_all(timelines, out)))
+    typer.echo(f"slipstream: {out}.html shows the timeline; the traces beside it open in ui.perfetto.dev")
+
+
+@app.command()
+def overlap_report(
+    *,
+    files: Annotated[list[Path], typer.Argument(help="Traces: torch-profiler, Nsight Systems (SQLite), or ours.")],
+    step_range: Annotated[str | None, typer.Option(help="Ranges whose name matches this pattern are steps.")] = None,
+    burst_gap_us: Annotated[
+        float, typer.Option(min=0.001, help="Without steps: an idle time that ends a burst.")
+    ] = 20.0,
+    stall_ms: Annotated[float | None, typer.Option(min=0, help="From when on the loop counts as stalled.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write OUT.html, OUT.json and OUT.trace.json.gz.")] = None,
+) -> None:
+    """Report on traces that were recorded before, by whatever engine: step, idle, exposed and hidden host time, stalls."""
+    from .profiling import profile_run as run
+    from .profiling.read_trace import read_trace
+
+    options = run.ReportOptions(step_range=step_range, burst_gap_us=burst_gap_us, stall_ms=stall_ms)
+    timelines = [read_trace(file) for file in files]
+    reports = run.reports_of(timelines, options) if out is None else run.write_all(timelines, out, options)
+    typer.echo(run.reports_text(reports))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -27,6 +27,7 @@ from .openai_chat import chat_completions
 from .openai_completions import completions
 from .openai_responses import ResponsesBody, responses
 from .probes import health, list_models, metrics, one_model, ready, server_info
+from .profile import StartProfileBody, StopProfileBody, start_profile, stop_profile
 from .web_page import live
 
 
@@ -64,6 +65,8 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(method="POST", path="/tokenize", handler=tokenize, body=TokenizeBody),
     Operation(method="POST", path="/detokenize", handler=detokenize, body=DetokenizeBody),
     Operation(method="POST", path="/abort_request", handler=abort_request, body=AbortBody, is_admin=True),
+    Operation(method="POST", path="/start_profile", handler=start_profile, body=StartProfileBody, is_admin=True),
+    Operation(method="POST", path="/stop_profile", handler=stop_profile, body=StopProfileBody, is_admin=True),
 )
 _ERROR = {
     "type": "object",

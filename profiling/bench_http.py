@@ -23,7 +23,7 @@ from itertools import pairwise
 import uvloop
 
 from ..engine.engine import Engine
-from ..engine.outputs import End
+from ..engine.outputs import End, TokenLogprobs
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler.schedule_batch import ScheduleBatch
 from ..engine.text.tokenization import TextTokenizer
@@ -78,6 +78,9 @@ class PacedWorker:
     def committed(self, step: int) -> None:
         pass
 
+    def poison(self, pages: Sequence[int]) -> None:
+        pass
+
     async def aclose(self) -> None:
         if self._lane is not None:
             self._lane.close()
@@ -113,7 +116,7 @@ class Counting:
         running.add(self)
         self.times: list[float] = []
 
-    def push(self, token_ids: Sequence[int], text: str) -> None:
+    def push(self, token_ids: Sequence[int], text: str, *logprobs: Sequence[TokenLogprobs]) -> None:
         self.times.append(time.perf_counter())
 
     def end(self, end: End) -> None:

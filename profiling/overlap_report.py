@@ -78,8 +78,8 @@ class OverlapReport:
     """Of the window [start_ns, end_ns): whole steps, from the start of the first to the start of the last.
 
     `steps_are` says what a step is here: "steps" of the engine, named "ranges", "graph launches" or "bursts" of device work
-    where the trace names none. `host` is the thread that idle time is charged to. Without runtime calls or launch marks there is
-    no `launch_to_start`; without marks there are no tokens.
+    where the trace names none. `host` is the thread that idle time is charged to. Without runtime calls or launch marks
+    there is no `launch_to_start`; without marks there are no tokens.
     """
 
     source: str
@@ -302,7 +302,8 @@ def _launch_to_start(timeline: Timeline, device: Columns, runtime: Columns, step
         calls, called = launched_steps(timeline)
     at = look_up(calls, called, keys, missing=-1)
     keep = (at != -1) & (begins >= start) & (begins < end)
-    return begins[keep] - at[keep]
+    distances: Ints = begins[keep] - at[keep]
+    return distances
 
 
 def _tokens(timeline: Timeline, numbers: Ints, device: Columns, steps: Ints, start: int, end: int) -> int:

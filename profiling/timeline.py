@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..engine.errors import SlipstreamError
 from .intervals import Ints
 
 NO_STEP = -1
 NO_CORRELATION = 0
 
 
-class TraceError(Exception):
+class TraceError(SlipstreamError):
     """A trace cannot be read, or holds nothing to report on. The message names file and reason."""
 
 
@@ -154,8 +155,15 @@ class Timeline:
             return lanes[0].columns()
         if not lanes:
             return Columns(*(np.zeros(0, np.int64) for _ in Columns._fields))
+        return self.columns_and_lanes(lanes)[0]
+
+    def columns_and_lanes(self, lanes: list[Lane]) -> tuple[Columns, Ints]:
+        """The spans of several lanes together, and for each the position of its lane in `lanes`."""
         each = [lane.columns() for lane in lanes]
-        return in_order(Columns(*(np.concatenate(parts) for parts in zip(*each, strict=True))))
+        together = Columns(*(np.concatenate(parts) for parts in zip(*each, strict=True)))
+        order = _order(together)
+        lane_of = np.repeat(np.arange(len(lanes)), [len(columns.starts) for columns in each])
+        return Columns(*(column[order] for column in together)), lane_of[order]
 
     def absorb(self, other: Timeline, *, offset_ns: int = 0, without: tuple[LaneKind, ...] = ()) -> None:
         """Take over another recording of the same time. `offset_ns` is added to its clock to get this one's."""
@@ -169,5 +177,9 @@ class Timeline:
 
 
 def in_order(columns: Columns) -> Columns:
-    order = np.lexsort((-columns.ends, columns.starts))
+    order = _order(columns)
     return Columns(*(column[order] for column in columns))
+
+
+def _order(columns: Columns) -> Ints:
+    return np.lexsort((-columns.ends, columns.starts))

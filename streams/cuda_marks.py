@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Final
+from typing import Final, cast
 
 import torch
 
@@ -35,7 +35,7 @@ class CudaMarks(RingMarks):
         return name, step, _timed_event(torch.cuda.current_stream())
 
     def lane_end(self, token: object) -> None:
-        name, step, started = token  # type: ignore[misc]  # what `lane_start` returned
+        name, step, started = cast("tuple[str, int, torch.cuda.Event]", token)
         self._lane_done.append((name, step, started, _timed_event(torch.cuda.current_stream())))
 
     def records(self) -> list[Mark]:
@@ -48,7 +48,7 @@ class CudaMarks(RingMarks):
         return sorted([*super().records(), *lanes], key=lambda mark: mark.start_ns)
 
     def _at_ns(self, event: torch.cuda.Event) -> int:
-        return self._anchor_ns + round(self._anchor.elapsed_time(event) * _NS_PER_MS)
+        return self._anchor_ns + int(self._anchor.elapsed_time(event) * _NS_PER_MS)
 
 
 def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:

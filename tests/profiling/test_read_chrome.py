@@ -192,9 +192,9 @@ def test_a_write_that_fails_leaves_no_file_that_looks_whole(tmp_path: Path, monk
 def test_a_real_trace_of_torchs_profiler_is_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     matrix = torch.ones(64, 64)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with torch.profiler.record_function("outer"):
-            matrix @ matrix
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu]) as profile, torch.profiler.record_function("outer"):
+        matrix.mm(matrix)
     profile.export_chrome_trace(str(tmp_path / "cpu.json"))
     timeline = read_chrome(tmp_path / "cpu.json")
     (lane,) = timeline.of_kind(LaneKind.HOST)

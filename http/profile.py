@@ -1,0 +1,54 @@
+"""/start_profile and /stop_profile: record what the engine does, while it serves."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from starlette.responses import Response
+
+from .bodies import Strict
+from .endpoint import Call, json_response
+from .failures import Refused
+from .front import Front, Recorder
+from .request_body import checked, read_json
+
+
+class StartProfileBody(Strict):
+    num_steps: int = Field(1000, ge=1, le=2000)
+
+
+class StopProfileBody(Strict):
+    wait_s: float = Field(0.0, ge=0, le=600)
+
+
+async def start_profile(front: Front, call: Call) -> Response:
+    """Record the next steps; /stop_profile brings them."""
+    recorder = _recorder(front)
+    front.check_open()
+    body = checked(StartProfileBody, await _fields(front, call))
+    if recorder.is_recording:
+        raise Refused(409, "a recording is under way", code="already_recording")
+    recorder.start(num_steps=body.num_steps)
+    return json_response({"num_steps": body.num_steps})
+
+
+async def stop_profile(front: Front, call: Call) -> Response:
+    """End the recording, after its steps or `wait_s` at the latest, and return it as a Chrome trace."""
+    recorder = _recorder(front)
+    body = checked(StopProfileBody, await _fields(front, call))
+    if not recorder.is_recording:
+        raise Refused(409, "nothing is being recorded", code="not_recording")
+    trace = await recorder.stop(wait_s=body.wait_s)
+    return Response(trace, media_type="application/json", headers={"content-encoding": "gzip"})
+
+
+def _recorder(front: Front) -> Recorder:
+    if front.recorder is None:
+        raise Refused(404, "this server was started without a recorder", code="not_found")
+    return front.recorder
+
+
+async def _fields(front: Front, call: Call) -> dict[str, object]:
+    """The body's fields; benchmark clients send none."""
+    if call.request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in call.request.headers:
+        return {}
+    return await read_json(call.request, front.settings)

@@ -1,0 +1,115 @@
+"""Two results of benchmarks beside each other: every number of both, their ratio, and what differs in what they ran on.
+
+slipstream bench compare A.json B.json [--all]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..engine.errors import ConfigError
+
+NOTABLE: Final = 0.03
+# What a number's name says of its direction. Counts and sizes have none.
+_MORE_IS_BETTER = re.compile(r"per_s$|tok_s|tokens_s$|gb_s$|ratio|speedup|goodput|hidden", re.IGNORECASE)
+_LESS_IS_BETTER = re.compile(
+    r"(^|[_ ,])(ms|us|ns|s|seconds|idle\w*|exposed\w*)(_p?\d+)?$|_(ms|us|ns)[_ .]|idle|exposed"
+)
+
+
+class Row(NamedTuple):
+    """One number of both. `verdict` is empty if the two are alike or the name tells no direction."""
+
+    name: str
+    before: float
+    after: float
+    verdict: str
+
+    @property
+    def ratio(self) -> float:
+        return self.after / self.before if self.before else float("inf") if self.after else 1.0
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Row]:
+    """The numbers that both results have, in the order of the first."""
+    numbers, later = dict(_numbers(before["results"])), dict(_numbers(after["results"]))
+    return [_row(name, value, later[name]) for name, value in numbers.items() if name in later]
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """A result as `results.write_json` writes it. Raises: ConfigError."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
+        raise ConfigError(f"{path} is not the result of a benchmark")
+    return content
+
+
+def comparison(before: Mapping[str, Any], after: Mapping[str, Any], *, shows_all: bool) -> str:
+    """The table, and above it what differs between the machines and versions."""
+    lines = [f"{before.get('benchmark')}: A against B"]
+    lines += _differences(before.get("environment", {}), after.get("environment", {}))
+    rows = compare(before, after)
+    shown = [row for row in rows if shows_all or abs(row.ratio - 1) >= NOTABLE]
+    width = max([len(row.name) for row in shown], default=4)
+    lines.append(f"{'':{width}}{'A':>14}{'B':>14}{'B / A':>9}")
+    lines += [
+        f"{row.name:{width}}{row.before:>14.6g}{row.after:>14.6g}{row.ratio:>9.3f}  {row.verdict}".rstrip()
+        for row in shown
+    ]
+    lines.append(f"{len(rows)} numbers in both, {len(rows) - len(shown)} of them alike within {NOTABLE:.0%}")
+    return "\n".join(lines)
+
+
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield name, float(value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+
+
+def _row(name: str, before: float, after: float) -> Row:
+    row = Row(name, before, after, "")
+    if abs(row.ratio - 1) < NOTABLE:
+        return row
+    grows = row.ratio > 1
+    if _MORE_IS_BETTER.search(name):
+        return row._replace(verdict="better" if grows else "worse")
+    if _LESS_IS_BETTER.search(name):
+        return row._replace(verdict="worse" if grows else "better")
+    return row
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Of commit, hardware and versions; the date always differs."""
+    flat = [{**each, **each.get("packages", {})} for each in (before, after)]
+    names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if name not in ("date", "packages")]
+    return [
+        f"  {name}: {flat[0].get(name)} | {flat[1].get(name)}"
+        for name in names
+        if flat[0].get(name) != flat[1].get(name)
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this comparison."""
+    parser = argparse.ArgumentParser(prog="bench compare", description=__doc__.splitlines()[0])
+    parser.add_argument("before", metavar="A")
+    parser.add_argument("after", metavar="B")
+    parser.add_argument("--all", action="store_true", help="also what is alike")
+    options = parser.parse_args(arguments)
+    print(comparison(load(options.before), load(options.after), shows_all=options.all))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Fails if the host's part of a step has become slower, by its ratio to a calibration loop on the same machine.
+
+    python -m slipstream.profiling.host_guard [--write]
+
+Wall times say nothing on a machine that others share. The calibration does what the scheduler does (attributes, lists,
+dictionaries, small calls), each round measures both within a second, and of all rounds the least ratio counts: noise only
+ever adds. `--write` makes the baseline from this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from .bench_host import host_step_us
+from .results import write_json
+
+BASELINE: Final = Path(__file__).parent / "baselines" / "host.json"
+ROWS: Final = (1, 64, 256)
+ROUNDS: Final = 5
+MAX_GROWTH: Final = 1.5
+
+
+class _Cell:
+    __slots__ = ("count", "items")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.items: list[int] = []
+
+    def take(self, item: int) -> int:
+        self.items.append(item)
+        self.count += 1
+        return self.count
+
+
+def calibration_us() -> float:
+    """Microseconds of a fixed amount of ordinary Python: the least of some runs."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter_ns()
+        cells = {number: _Cell() for number in range(256)}
+        for turn in range(20):
+            for cell in cells.values():
+                cell.take(turn)
+            tuple(len(cell.items) for cell in cells.values())
+        best = min(best, (time.perf_counter_ns() - start) / 1e3)
+    return best
+
+
+def ratios() -> dict[str, float]:
+    """Host time of a step over calibration, by number of rows: the least over the rounds."""
+    found = {str(rows): float("inf") for rows in ROWS}
+    for _ in range(ROUNDS):
+        for rows in ROWS:
+            before = calibration_us()
+            step = host_step_us(rows, None)["total"]
+            # The slower of the two calibrations: a neighbour that came or went in between must not look like progress.
+            found[str(rows)] = min(found[str(rows)], step / max(before, calibration_us()))
+    return found
+
+
+def judge(measured: dict[str, float], baseline: dict[str, float], *, max_growth: float = MAX_GROWTH) -> list[str]:
+    """A line for each number of rows that has become slower by more than `max_growth`."""
+    return [
+        f"{rows} rows: {measured[rows]:.3f} of the calibration, {measured[rows] / known:.2f} times the baseline of {known:.3f}"
+        for rows, known in baseline.items()
+        if measured[rows] > max_growth * known
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this guard. Exits with 1 if the host has become slower."""
+    parser = argparse.ArgumentParser(prog="host_guard", description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="make the baseline from this machine")
+    parser.add_argument("--baseline", type=Path, default=BASELINE)
+    options = parser.parse_args(arguments)
+    measured = ratios()
+    if options.write:
+        write_json(options.baseline, "host guard", {"ratio": measured})
+    baseline = json.loads(options.baseline.read_text())["results"]["ratio"]
+    for rows, ratio in measured.items():
+        print(f"host step at {rows:>3} rows: {ratio:.3f} of the calibration loop, baseline {baseline[rows]:.3f}")
+    slower = judge(measured, baseline)
+    if slower:
+        raise SystemExit("the host has become slower:\n  " + "\n  ".join(slower))
+
+
+if __name__ == "__main__":
+    main()

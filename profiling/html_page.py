@@ -1,0 +1,127 @@
+"""One HTML file with a zoomable timeline of consecutive steps and the report beside it. It fetches nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from .intervals import Ints, least_per_key, union
+from .overlap_report import OverlapReport
+from .report_text import report_json
+from .steps import assign_steps, launched_steps
+from .timeline import NO_STEP, Columns, Lane, LaneKind, Timeline
+
+TEMPLATE: Final = Path(__file__).with_name("timeline.html")
+MAX_STEPS: Final = 60
+MAX_SPANS: Final = 60_000
+MAX_REQUESTS: Final = 16
+_SHOWN: Final = (LaneKind.LOOP, LaneKind.STALLS, LaneKind.RUNTIME, LaneKind.HOST, LaneKind.DEVICE, LaneKind.REQUESTS)
+
+
+def html_page(timelines: Sequence[Timeline], reports: Sequence[OverlapReport]) -> str:
+    """The page. Several timelines are drawn under each other on one scale, each from a step of its own on."""
+    panels = [_panel(timeline, report) for timeline, report in zip(timelines, reports, strict=True)]
+    content = json.dumps(panels, separators=(",", ":")).replace("<", "\\u003c")  # a name must not end the script
+    return TEMPLATE.read_text(encoding="utf-8").replace("__PANELS__", content)
+
+
+def _panel(timeline: Timeline, report: OverlapReport) -> dict[str, Any]:
+    device_lanes = timeline.of_kind(LaneKind.DEVICE)
+    device, lane_of = timeline.columns_and_lanes(device_lanes)
+    runtime = timeline.columns(timeline.of_kind(LaneKind.RUNTIME))
+    steps = assign_steps(timeline, device, runtime, step_range=None, burst_gap_ns=20_000).steps
+    numbers, begins = least_per_key(steps[steps != NO_STEP], device.starts[steps != NO_STEP])
+    start, end = _window(begins, device, report)
+    names: dict[str, int] = {}
+    lanes = [_lane(timeline, lane, start, end, names) for lane in _host_lanes(timeline)]
+    for position, lane in enumerate(device_lanes):
+        mine = lane_of == position
+        columns = Columns(*(column[mine] for column in device._replace(steps=steps)))
+        lanes.append(_packed(timeline, lane, columns, start, end, names))
+    requests = timeline.of_kind(LaneKind.REQUESTS)
+    lanes += [_lane(timeline, lane, start, end, names) for lane in requests[:MAX_REQUESTS]]
+    busy = union(device.starts, device.ends)
+    idle = busy.gaps(start, end)
+    launches = dict(zip(*(column.tolist() for column in launched_steps(timeline)), strict=True))
+    inside = (begins >= start) & (begins < end)
+    return {
+        "title": report.source,
+        "stepsAre": report.steps_are,
+        "duration": end - start,
+        "names": list(names),
+        "lanes": [lane for lane in lanes if lane["spans"]],
+        "hiddenRequests": max(0, len(requests) - MAX_REQUESTS),
+        "idle": _flat(idle.starts - start, idle.ends - idle.starts),
+        "steps": [
+            [number, begin - start, launches.get(number, begin) - start]
+            for number, begin in zip(numbers[inside].tolist(), begins[inside].tolist(), strict=True)
+        ],
+        "facts": {number: timeline.facts[number] for number in numbers[inside].tolist() if number in timeline.facts},
+        "report": report_json(report),
+    }
+
+
+def _window(begins: Ints, device: Columns, report: OverlapReport) -> tuple[int, int]:
+    """Whole steps from the middle of the recording, as many as may be drawn."""
+    if len(begins) < 3:
+        return report.start_ns, min(report.end_ns, int(device.starts[min(MAX_SPANS, len(device.starts)) - 1]) + 1)
+    a_step = max(1, len(device.starts) // len(begins))
+    count = min(MAX_STEPS, len(begins) - 1, max(2, MAX_SPANS // a_step))
+    ordered = np.sort(begins)
+    first = max(0, (len(ordered) - 1 - count) // 2)
+    return int(ordered[first]), int(ordered[first + count])
+
+
+def _host_lanes(timeline: Timeline) -> list[Lane]:
+    """The loop and its thread's calls; of a trace without marks the threads with most to show."""
+    loops = timeline.of_kind(LaneKind.LOOP)
+    others = timeline.of_kind(LaneKind.RUNTIME, LaneKind.HOST)
+    threads = {lane.thread for lane in loops}
+    if threads:
+        others = [lane for lane in others if lane.thread in threads]
+    others = sorted(sorted(others, key=len, reverse=True)[:4], key=lambda lane: _SHOWN.index(lane.kind))
+    return [*loops, *timeline.of_kind(LaneKind.STALLS), *others]
+
+
+def _lane(timeline: Timeline, lane: Lane, start: int, end: int, names: dict[str, int]) -> dict[str, Any]:
+    return _packed(timeline, lane, lane.columns(), start, end, names)
+
+
+def _packed(
+    timeline: Timeline, lane: Lane, columns: Columns, start: int, end: int, names: dict[str, int]
+) -> dict[str, Any]:
+    """Spans of the window as one flat list: name, start, duration, step, depth of nesting."""
+    keep = np.flatnonzero((columns.starts < end) & (columns.ends > start) & (columns.ends > columns.starts))[:MAX_SPANS]
+    numbers = {
+        number: names.setdefault(timeline.names[number], len(names))
+        for number in np.unique(columns.names[keep]).tolist()
+    }
+    starts, ends = columns.starts[keep], columns.ends[keep]
+    shown = np.array([numbers[number] for number in columns.names[keep].tolist()], np.int64)
+    begins = np.maximum(starts, start)
+    lengths = np.minimum(ends, end) - begins
+    depths = _depths(starts.tolist(), ends.tolist())
+    spans = _flat(shown, begins - start, lengths, columns.steps[keep], np.array(depths, np.int64))
+    return {"name": lane.name, "kind": lane.kind.value, "depth": max(depths, default=0) + 1, "spans": spans}
+
+
+def _depths(starts: list[int], ends: list[int]) -> list[int]:
+    depths = []
+    open_ends: list[int] = []
+    for start, end in zip(starts, ends, strict=True):
+        while open_ends and open_ends[-1] <= start:
+            open_ends.pop()
+        depths.append(min(len(open_ends), 5))
+        open_ends.append(end)
+    return depths
+
+
+def _flat(*columns: Ints) -> list[int]:
+    if not len(columns[0]):
+        return []
+    flat: list[int] = np.stack(columns, axis=1).ravel().tolist()
+    return flat

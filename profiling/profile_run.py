@@ -1,0 +1,197 @@
+"""What `slipstream profile` does: run a load on an engine, or find a server under load, and record some steps of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..engine.config import EngineConfig
+from ..engine.engine import Engine
+from ..engine.errors import ConfigError
+from ..engine.sampling_params import SamplingParams
+from ..engine.scripted_worker import Script, ScriptedWorker
+from ..engine.worker import WorkerLimits
+from .html_page import html_page
+from .overlap_report import OverlapReport, overlap_report
+from .read_trace import read_trace
+from .recorder import Recorder
+from .report_text import comparison_text, report_json, report_text
+from .results import environment
+from .timeline import Timeline
+from .write_chrome import write_chrome
+
+RECORD_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Steady decode: `rows` requests at once, each with a prompt of its own, recorded once `warm_steps` have passed."""
+
+    rows: int = 8
+    prompt_tokens: int = 128
+    steps: int = 50
+    warm_steps: int = 20
+
+    def max_tokens(self, limits: WorkerLimits) -> int:
+        """Outputs of each request: enough for all that is recorded. Raises: ConfigError if the model's context is too short."""
+        wanted = self.warm_steps + self.steps + 20 + self.rows // 2  # they do not all begin with the same step
+        if self.prompt_tokens + wanted > limits.max_model_len:
+            raise ConfigError(
+                f"{self.prompt_tokens} prompt tokens and {wanted} steps are more than the model's {limits.max_model_len}",
+                field="steps",
+            )
+        return wanted
+
+
+async def record(engine: Engine, load: Load, *, kernels: bool = True, nvtx: bool = False) -> Timeline:
+    """Run the load on a started engine and record `load.steps` steps of it. Raises: ConfigError."""
+    choose = random.Random(0)
+    limits = engine.limits
+    params = SamplingParams(max_tokens=load.max_tokens(limits), temperature=0.0, ignore_eos=True)
+    recorder = Recorder(engine, kernels=kernels, nvtx=nvtx)
+    async with AsyncExitStack() as stack:
+        streams = []
+        for _ in range(min(load.rows, limits.num_rows)):
+            prompt = [choose.randrange(limits.vocab_size) for _ in range(load.prompt_tokens)]
+            streams.append(await stack.enter_async_context(engine.generate(prompt, params)))
+        # All have begun once each has brought a token; then the last one's tokens count the steps.
+        for stream in streams:
+            await anext(stream)
+        async with asyncio.TaskGroup() as group:
+            readers = [group.create_task(_drain(stream)) for stream in streams[:-1]]
+            for _ in range(load.warm_steps):
+                await anext(streams[-1])
+            recorder.start(num_steps=load.steps)
+            readers.append(group.create_task(_drain(streams[-1])))
+            in_time = await recorder.reached(wait_s=RECORD_TIMEOUT_S)
+            timeline = await recorder.collect()
+            for reader in readers:
+                reader.cancel()
+    if not in_time:
+        raise ConfigError(f"{load.steps} steps took longer than {RECORD_TIMEOUT_S:g} s", field="steps")
+    return timeline
+
+
+async def _drain(stream: object) -> None:
+    async for _ in stream:  # type: ignore[attr-defined]  # a TokenStream
+        pass
+
+
+def scripted_engine(load: Load, *, step_ms: float, launch_ms: float, overlap: bool) -> Engine:
+    """An engine over a device that only keeps time: what remains is what the host costs."""
+    longest = load.prompt_tokens + load.steps + load.warm_steps + load.rows + 40
+    limits = WorkerLimits(
+        num_pages=load.rows * (longest // 16 + 2),
+        page_size=16,
+        num_rows=load.rows,
+        max_model_len=longest,
+        vocab_size=32_000,
+    )
+    script = Script(step_time_s=step_ms / 1e3, launch_cost_s=launch_ms / 1e3, verifies=False)
+    engine = Engine.on(ScriptedWorker(limits, script), overlap=overlap, page_size=16)
+    engine.model_name = "scripted device"
+    return engine
+
+
+def engine_maker(
+    settings: Mapping[str, object], load: Load, *, scripted: bool, step_ms: float, launch_ms: float
+) -> Callable[[bool], Engine]:
+    """Makes the engine to record, overlapped or not. Raises: ConfigError, before anything is loaded."""
+    if scripted:
+        return lambda overlap: scripted_engine(load, step_ms=step_ms, launch_ms=launch_ms, overlap=overlap)
+    config = EngineConfig.from_settings(settings)
+    return lambda overlap: Engine(replace(config, overlap=overlap))
+
+
+async def record_each(
+    make: Callable[[bool], Engine], depths: Sequence[int], load: Load, *, kernels: bool, nvtx: bool
+) -> list[Timeline]:
+    """One recording a depth, one after the other, each with an engine of its own."""
+    timelines = []
+    for depth in depths:
+        async with make(bool(depth)) as engine:
+            timelines.append(await record(engine, load, kernels=kernels, nvtx=nvtx))
+    return timelines
+
+
+def record_server_blocking(url: str, admin_key: str | None, *, steps: int, wait_s: float, into: Path) -> Timeline:
+    """Let a running server record its next steps, and fetch them. The load is whatever its clients send.
+
+    Raises: ConfigError if the server does not answer as it should.
+    """
+    _post(url, "/start_profile", admin_key, {"num_steps": steps}, timeout_s=30)
+    content = _post(url, "/stop_profile", admin_key, {"wait_s": wait_s}, timeout_s=wait_s + 60)
+    into.parent.mkdir(parents=True, exist_ok=True)
+    into.write_bytes(content)
+    return read_trace(into)
+
+
+def _post(url: str, path: str, key: str | None, body: dict[str, object], *, timeout_s: float) -> bytes:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url.rstrip("/") + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            content: bytes = answer.read()
+            return content
+    except urllib.error.HTTPError as error:
+        said = error.read()[:500].decode(errors="replace")
+        raise ConfigError(f"{url}{path} answered {error.code}: {said}", field="url") from error
+    except OSError as error:
+        raise ConfigError(f"{url} does not answer: {error}", field="url") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """What the report may be told; as in `overlap_report`."""
+
+    step_range: str | None = None
+    burst_gap_us: float = 20.0
+    stall_ms: float | None = None
+
+
+def reports_of(timelines: Sequence[Timeline], options: ReportOptions) -> list[OverlapReport]:
+    """A report each. Raises: TraceError."""
+    return [
+        overlap_report(
+            timeline,
+            stall_ns=None if options.stall_ms is None else int(options.stall_ms * 1e6),
+            step_range=options.step_range,
+            burst_gap_ns=int(options.burst_gap_us * 1e3),
+        )
+        for timeline in timelines
+    ]
+
+
+def write_all(timelines: Sequence[Timeline], stem: Path, options: ReportOptions | None = None) -> list[OverlapReport]:
+    """Write a trace each, one page and one JSON file for all; return the reports. Raises: TraceError."""
+    reports = reports_of(timelines, options if options is not None else ReportOptions())
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for number, timeline in enumerate(timelines):
+        part = f".{number}" if len(timelines) > 1 else ""
+        write_chrome(timeline, stem.with_name(f"{stem.name}{part}.trace.json.gz"))
+    stem.with_name(f"{stem.name}.html").write_text(html_page(timelines, reports), encoding="utf-8")
+    write_reports(reports, stem.with_name(f"{stem.name}.json"))
+    return reports
+
+
+def write_reports(reports: Sequence[OverlapReport], path: Path) -> None:
+    """The reports as JSON, with the environment beside them."""
+    content = {
+        "benchmark": "overlap",
+        "environment": environment(),
+        "results": {report.source: report_json(report) for report in reports},
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def reports_text(reports: Sequence[OverlapReport]) -> str:
+    """The reports one after the other, and beside each other if there are several."""
+    text = "\n".join(report_text(report) for report in reports)
+    return text + "\n" + comparison_text(reports) if len(reports) > 1 else text

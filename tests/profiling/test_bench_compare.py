@@ -1,0 +1,94 @@
+"""Two results beside each other, and the guard that keeps the host's cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import cli
+from slipstream.engine.errors import ConfigError
+from slipstream.profiling import host_guard
+from slipstream.profiling.bench_compare import compare, comparison, load
+from slipstream.profiling.results import write_json
+
+BEFORE: dict[str, Any] = {
+    "benchmark": "engine",
+    "environment": {"commit": "a", "processor": "p", "date": "1", "packages": {"torch": "2.11"}},
+    "results": {"step_ms": {"1": 2.0, "8": 2.1}, "set_tok_s": 1000, "rows": 8, "idle_pct": 1.0, "name": "x", "gone": 3},
+}
+AFTER: dict[str, Any] = {
+    "benchmark": "engine",
+    "environment": {"commit": "b", "processor": "p", "date": "2", "packages": {"torch": "2.13"}},
+    "results": {"step_ms": {"1": 1.0, "8": 2.11}, "set_tok_s": 900, "rows": 16, "idle_pct": 2.0, "new": 1},
+}
+
+
+def test_numbers_of_both_are_paired_and_judged_by_what_their_names_say() -> None:
+    rows = {row.name: row for row in compare(BEFORE, AFTER)}
+    assert list(rows) == ["step_ms.1", "step_ms.8", "set_tok_s", "rows", "idle_pct"]
+    verdicts = {name: row.verdict for name, row in rows.items()}
+    assert verdicts == {"step_ms.1": "better", "step_ms.8": "", "set_tok_s": "worse", "rows": "", "idle_pct": "worse"}
+    assert rows["step_ms.1"].ratio == 0.5
+
+
+def test_the_table_names_what_the_runs_differ_in_and_hides_what_is_alike() -> None:
+    text = comparison(BEFORE, AFTER, shows_all=False)
+    assert "commit: a | b" in text
+    assert "torch: 2.11 | 2.13" in text
+    assert "processor" not in text
+    assert "step_ms.8" not in text
+    assert "step_ms.8" in comparison(BEFORE, AFTER, shows_all=True)
+
+
+def test_bench_compare_reads_what_the_benchmarks_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        write_json(tmp_path / f"{name}.json", "host", {"plan us": value})
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+    assert stopped.value.code == 0
+    assert "2.000  worse" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"results": 3}'])
+def test_a_file_that_is_no_result_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        load(tmp_path / "x.json")
+
+
+def test_the_guard_judges_by_ratio_and_names_what_grew() -> None:
+    assert host_guard.judge({"1": 0.14, "64": 0.9}, {"1": 0.1, "64": 1.0}) == []
+    (line,) = host_guard.judge({"1": 0.16, "64": 0.9}, {"1": 0.1, "64": 1.0})
+    assert line.startswith("1 rows")
+    assert "1.60 times" in line
+
+
+def test_the_guard_fails_on_a_slower_host_and_passes_on_a_slower_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed = {"machine": 1.0, "host": 1.0}
+    monkeypatch.setattr(host_guard, "calibration_us", lambda: 1000 * speed["machine"])
+    monkeypatch.setattr(
+        host_guard, "host_step_us", lambda rows, tokenizer: {"total": (10 + rows) * speed["machine"] * speed["host"]}
+    )
+    baseline = str(tmp_path / "host.json")
+    host_guard.main(["--write", "--baseline", baseline])
+    speed["machine"] = 3.0
+    host_guard.main(["--baseline", baseline])
+    assert "baseline 0.266" in capsys.readouterr().out
+    speed["host"] = 1.6
+    with pytest.raises(SystemExit, match="slower"):
+        host_guard.main(["--baseline", baseline])
+
+
+@pytest.mark.checkout
+def test_the_baseline_holds_every_number_that_the_guard_measures() -> None:
+    known = json.loads(host_guard.BASELINE.read_text())["results"]["ratio"]
+    assert set(known) == {str(rows) for rows in host_guard.ROWS}
+
+
+def test_the_calibration_takes_a_measurable_time() -> None:
+    assert 100 < host_guard.calibration_us() < 1e6

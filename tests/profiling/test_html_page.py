@@ -1,0 +1,98 @@
+"""The page is one file that needs nothing else, and draws what the timeline holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.profiling.html_page import html_page
+from slipstream.profiling.overlap_report import overlap_report
+from slipstream.profiling.timeline import LaneKind, StepFacts, Timeline
+from slipstream.streams import marks
+
+STEP_NS = 1_000_000
+
+
+def planted(num_steps: int = 100, *, source: str = "planted", kernels: int = 1) -> Timeline:
+    timeline = Timeline(source)
+    loop, device = timeline.lane("event loop", LaneKind.LOOP), timeline.lane("compute", LaneKind.DEVICE)
+    for step in range(num_steps):
+        at = 10**12 + step * STEP_NS
+        loop.add(marks.LAUNCH, at, at + 200_000, step)
+        loop.add(marks.STAGE, at + 50_000, at + 100_000, step)
+        loop.add(marks.AWAIT, at + 200_000, at + 990_000, step)
+        for kernel in range(kernels):
+            wide = 700_000 // kernels
+            device.add("forward", at + 300_000 + kernel * wide, at + 300_000 + (kernel + 1) * wide, step)
+        timeline.facts[step] = StepFacts(rows=2, tokens=2, sampled=2)
+    for number in range(20):
+        timeline.lane(f"r{number}", LaneKind.REQUESTS).add("answered", 10**12, 10**12 + num_steps * STEP_NS)
+    return timeline
+
+
+def panels_of(page: str) -> list[dict[str, Any]]:
+    found = re.search(r'<script id="panels" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    content: list[dict[str, Any]] = json.loads(found[1])
+    return content
+
+
+def page_of(*timelines: Timeline) -> str:
+    return html_page(timelines, [overlap_report(timeline) for timeline in timelines])
+
+
+def test_the_page_fetches_nothing() -> None:
+    page = page_of(planted())
+    assert not re.findall(r"""https?://|\bsrc=|\bhref=|@import|url\(|\bfetch\(|XMLHttpRequest|\bimport\b""", page)
+
+
+def test_consecutive_steps_from_the_middle_are_drawn_with_their_idle_times_and_launches() -> None:
+    (panel,) = panels_of(page_of(planted(100)))
+    assert (panel["stepsAre"], panel["duration"]) == ("steps", 60 * STEP_NS)
+    numbers = [number for number, _, _ in panel["steps"]]
+    assert numbers == list(range(numbers[0], numbers[0] + 60))
+    assert 15 < numbers[0] < 25
+    assert all(begin - launch == 300_000 for _, begin, launch in panel["steps"])
+    assert panel["idle"][1::2] == [300_000] * 60
+    lanes = {lane["name"]: lane for lane in panel["lanes"]}
+    assert lanes["event loop"]["depth"] == 2
+    assert len(lanes["compute"]["spans"]) == 60 * 5
+    assert panel["facts"][str(numbers[0])] == [2, 2, 2]
+    assert panel["hiddenRequests"] == 4
+
+
+def test_a_dense_trace_is_cut_to_what_can_be_drawn() -> None:
+    (panel,) = panels_of(page_of(planted(60, kernels=7000)))
+    assert 2 <= len(panel["steps"]) <= 9
+
+
+def test_a_name_cannot_end_the_script_it_stands_in() -> None:
+    timeline = planted(5, source="</script><script>alert(1)</script>")
+    page = page_of(timeline)
+    assert page.count("<script") == page_of(planted(5)).count("<script")
+    assert panels_of(page)[0]["title"] == timeline.source
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium here")
+def test_chromium_draws_the_page_without_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    probe = (
+        "<script>const c = [...document.querySelectorAll('canvas')].map(each => new Set(each.getContext('2d')"
+        ".getImageData(0, 0, each.width, each.height).data).size); document.title = 'colours ' + c.join(' ');</script></html>"
+    )
+    page.write_text(page_of(planted(), planted(30, source="other")).replace("</html>", probe))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=1000", "--enable-logging=stderr"]
+    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=50)
+    assert "Uncaught" not in done.stderr
+    title = re.search(r"<title>colours (\d+) (\d+)</title>", done.stdout)
+    assert title is not None
+    assert all(int(count) > 20 for count in title.groups())
+    assert done.stdout.count('class="bar"') >= 4

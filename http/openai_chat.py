@@ -62,7 +62,7 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
 class ChatShape(OpenAiShape):
     """Chunks of kind chat.completion.chunk, answers of kind chat.completion."""
 
-    def __init__(self, body: GenerationBody, *, response_id: str, model: str, tokenizer: Pieces | None) -> None:
+    def __init__(self, body: GenerationBody, *, response_id: str, model: str, tokenizer: Pieces | None = None) -> None:
         super().__init__(body, response_id=response_id, model=model, kind="chat.completion.chunk", tokenizer=tokenizer)
         if not body.stream:
             self._base["object"] = "chat.completion"

@@ -122,7 +122,7 @@ class OpenAiShape(PlainEnding, ABC):
 class CompletionShape(OpenAiShape):
     """Chunks and answers of kind text_completion."""
 
-    def __init__(self, body: CompletionBody, *, response_id: str, model: str, tokenizer: Pieces | None) -> None:
+    def __init__(self, body: CompletionBody, *, response_id: str, model: str, tokenizer: Pieces | None = None) -> None:
         super().__init__(body, response_id=response_id, model=model, kind="text_completion", tokenizer=tokenizer)
         self.prompts: Prompts = []  # set once they are encoded
         self._choices_each = body.n

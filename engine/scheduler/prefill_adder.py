@@ -180,11 +180,14 @@ class PrefillAdder:
     def _coming_part(self, request: Request) -> tuple[str | None, int, bytes] | None:
         """The next whole pages of the prompt behind what is cached or committed: who has the same shares a prefix.
 
-        None if too little is left, or if nothing is kept anyway.
+        At the end of a prompt that has begun it is all that is left, so that choices of one prompt compute none of its
+        pages twice. None if too little is left, or if nothing is kept anyway.
         """
         page_size = self._memory.page_size
         start = request.num_prefilled
         end = start + -(-SHARED_TOKENS // page_size) * page_size
-        if end > request.longest_prefix or not self._memory.tree.enabled:
+        if start:
+            end = min(end, request.longest_prefix // page_size * page_size)
+        if not start < end <= request.longest_prefix or not self._memory.tree.enabled:
             return None
         return request.salt, start, request.ids[start:end].tobytes()

@@ -42,7 +42,7 @@ async def test_the_whole_pages_of_a_prompt_are_computed_once_for_all_choices(scr
 
 
 async def test_an_abort_by_id_frees_all_choices(scripted, recorder, turns):
-    async with scripted() as engine:
+    async with scripted(num_pages=512) as engine:
         sinks = [recorder() for _ in range(4)]
         for seed, sink in enumerate(sinks):
             engine.submit(PROMPT, SamplingParams(max_tokens=100, seed=seed), sink, request_id="one")

@@ -222,14 +222,14 @@ class TestSharedPrefix:
         assert [request.num_cached_tokens for request in requests] == [0] + [100] * 7
         h.run()
 
-    def test_a_prefix_in_pieces_is_waited_for_while_it_is_worth_it(self, hand) -> None:
+    def test_a_prefix_in_pieces_is_waited_for_to_its_end(self, hand) -> None:
         h = hand(num_pages=200, chunk=48)
         first, second = h.add([*range(160), 500], 1), h.add([*range(160), 501], 1)
         computed = 0
         while h.scheduler.has_work():
             computed += h.step().num_tokens
-        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 144)
-        assert computed == 161 + 17, "the last 17 tokens are too few to wait for"
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 160)
+        assert computed == 161 + 1, "of the second only its own last token"
 
     def test_with_a_step_in_flight_it_is_waited_for_as_well(self, hand) -> None:
         h = hand(num_pages=200)

@@ -51,6 +51,7 @@ def _panel(timeline: Timeline, report: OverlapReport) -> dict[str, Any]:
     return {
         "title": report.source,
         "stepsAre": report.steps_are,
+        "hasLoop": bool(timeline.of_kind(LaneKind.LOOP)),
         "duration": end - start,
         "names": list(names),
         "lanes": [lane for lane in lanes if lane["spans"]],

@@ -17,7 +17,7 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.worker import WorkerLimits
 from slipstream.profiling import recorder as recorder_module
-from slipstream.profiling.bench_http import byte_tokenizer
+from slipstream.profiling.bench_serving import byte_tokenizer
 from slipstream.profiling.overlap_report import OverlapReport, overlap_report
 from slipstream.profiling.profile_run import Load, record, scripted_engine
 from slipstream.profiling.recorder import LOOP_LANE, Recorder

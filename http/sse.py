@@ -22,7 +22,7 @@ from .course import Course
 from .disconnect import watching
 from .failures import reported
 from .fan_out import RELEASE_EVERY_S
-from .frames import PING, Shape
+from .frames import PING, Shape, Template
 from .front import Front
 from .stream_interval import MAX_HOLD_S
 from .submission import Job, Submission, count_end, error_of, total_usage
@@ -44,6 +44,7 @@ class Choice:
         "_index",
         "_is_marked",
         "_last_at",
+        "_metrics",
         "_num_output_tokens",
         "_num_prompt_tokens",
         "_observe_gap",
@@ -60,6 +61,7 @@ class Choice:
         self._template = shape.text(index)
         self._ids: list[int] | None = [] if shape.wants_ids else None
         self._scores: list[TokenLogprobs] | None = [] if shape.wants_logprobs else None
+        self._metrics = stream.front.metrics
         self._observe_gap = stream.front.metrics.inter_token_s.observe
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = 0
@@ -120,33 +122,45 @@ class Choice:
     def take(self, shape: Shape, now: float) -> bytes:
         """What is new, as frames; afterwards nothing is pending."""
         self._is_marked = False
-        stream = self._stream
-        if self._last_at is None:
-            frames = shape.opening(self._index)
-            stream.saw_first(now)
-        else:
-            frames = b""
-            self._observe_gap(now - self._last_at)
-        self._last_at = now
+        before, self._last_at = self._last_at, now
         self._due_at = self._num_output_tokens + self._fan_out.interval.tokens
+        template = self._template
+        if before is None:
+            return self._first(shape, now)
+        self._observe_gap(now - before)
+        if self.ended is not None or template is None or self._scores is not None:
+            return self._any(shape)
+        return self._by_template(template)  # as nearly every frame is
+
+    def _by_template(self, template: Template) -> bytes:
+        self._metrics.num_frames += 1
+        text, self.pending = self.pending, ""
+        if self._ids is None:
+            return b"%b%b%b" % (template.head, orjson.dumps(text), template.tail)
+        ids, self._ids = self._ids, []
+        return b'%b%b,"output_ids":%b%b' % (template.head, orjson.dumps(text), orjson.dumps(ids), template.tail)
+
+    def _first(self, shape: Shape, now: float) -> bytes:
+        """What goes before a choice's first frame, and that frame."""
+        self._stream.saw_first(now)
+        return shape.opening(self._index) + self._any(shape)
+
+    def _any(self, shape: Shape) -> bytes:
+        """What is new, whatever it is."""
+        frames, usage = b"", self._stream.usage
         if self._scores and (self.pending or self.ended is not None):
-            frames += shape.scored(self._index, self.pending, self._scores, stream.usage)
+            frames += shape.scored(self._index, self.pending, self._scores, usage)
             self._scores = []
             self.pending = ""
         elif self.pending or self._ids:
-            stream.front.metrics.num_frames += 1
-            template = self._template
-            if template is None:
-                frames += shape.frame(self._index, self.pending, stream.usage)
-            elif self._ids is None:
-                frames += template.head + orjson.dumps(self.pending) + template.tail
+            if self._template is not None:
+                frames += self._by_template(self._template)
             else:
-                ids = b',"output_ids":' + orjson.dumps(self._ids)
-                frames += template.head + orjson.dumps(self.pending) + ids + template.tail
-                self._ids.clear()
-            self.pending = ""
+                self._metrics.num_frames += 1
+                frames += shape.frame(self._index, self.pending, usage)
+                self.pending = ""
         if isinstance(self.ended, Finished):
-            frames += shape.closing(self._index, self.ended, stream.usage)
+            frames += shape.closing(self._index, self.ended, usage)
         return frames
 
 
@@ -176,6 +190,7 @@ class SseResponse(Response):
         self._is_scheduled = False
         self._is_parked = True  # the request's task writes; flush() may not
         self._is_given_up = False  # the client is gone, or as good as
+        self._is_over = False  # all choices have ended, or one of them badly
         self._submission = Submission(front, jobs, self._choices, course)
 
     # Called by the choices, on the step loop.
@@ -191,7 +206,8 @@ class SseResponse(Response):
         self._num_running -= 1
         if not self._is_given_up:
             self._error = self._error or error_of(end)
-        if self._is_over:
+        if self._num_running == 0 or self._error is not None:
+            self._is_over = True
             self._woken.set()
 
     def saw_first(self, now: float) -> None:
@@ -273,10 +289,6 @@ class SseResponse(Response):
         if self._error is None:
             return self._shape.ending(self.usage())
         return self._shape.error(reported(self._error, self._course.request_id))
-
-    @property
-    def _is_over(self) -> bool:
-        return self._num_running == 0 or self._error is not None
 
     def _hung_up(self) -> None:
         """The client is gone (or has all it came for, which makes this harmless)."""

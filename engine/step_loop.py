@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from ..streams import marks as phases
 from ..streams.marks import MarkSwitch
 from .errors import EngineDead, MisuseError, StepFailed
+from .request import RequestState
 from .scheduler.schedule_batch import NoBatch, ScheduleBatch
 from .scheduler.scheduler import Scheduler, Update
 from .step_watch import StepWatch
@@ -187,8 +188,9 @@ class StepLoop:
 
 def deliver(updates: Sequence[Update]) -> None:
     """Hand every update to its request's sink, tokens before the end."""
+    running = RequestState.RUNNING
     for request, token_ids, text, end, logprobs, prompt_logprobs in updates:
-        if end is None and request.has_ended:
+        if end is None and request.state is not running and request.has_ended:
             continue  # a sink before it in this very list has aborted it: it had its end
         if logprobs or prompt_logprobs:
             request.sink.push(token_ids, text, logprobs, prompt_logprobs)

@@ -15,9 +15,11 @@ import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import uvloop
 
+from ..engine.config import SchedulePolicy
 from ..engine.engine import Engine
 from ..engine.outbox import Outbox
 from ..engine.outputs import End, TokenLogprobs
@@ -93,6 +95,44 @@ def host_step_us(num_rows: int, tokenizer: TextTokenizer | None, *, page_size: i
     return result
 
 
+def plan_us(policy: SchedulePolicy, *, num_running: int, num_waiting: int, is_memory_full: bool) -> float:
+    """Median microseconds of plan with many waiting behind a full engine: full of rows, or, with rows to spare, of pages."""
+    page_size, max_total_tokens = 16, PROMPT_TOKENS + STEPS + 96
+    pages_each = max_total_tokens // page_size
+    num_pages = (num_running + 1) * pages_each - 1  # one page short of another one
+    limits = WorkerLimits(
+        num_pages=num_pages if is_memory_full else 2 * num_pages,
+        page_size=page_size,
+        num_rows=2 * num_running if is_memory_full else num_running,
+        max_model_len=max_total_tokens,
+        vocab_size=VOCAB,
+    )
+    scheduler = Scheduler(
+        limits,
+        chunked_prefill_size=1 << 20,
+        max_prefill_tokens=1 << 20,
+        max_queued_requests=1 << 20,
+        prefix_cache=True,
+        schedule_policy=policy,
+    )
+    for number in range(num_running):
+        scheduler.add(_request(number, None, max_total_tokens))
+    in_flight = scheduler.plan(None)
+    for number in range(num_running, num_running + num_waiting):
+        scheduler.add(_request(number, None, max_total_tokens))
+    times = []
+    for _ in range(STEPS // 2):
+        start = time.perf_counter_ns()
+        plan = scheduler.plan(in_flight)
+        times.append(time.perf_counter_ns() - start)
+        assert isinstance(in_flight, ScheduleBatch)
+        assert isinstance(plan, ScheduleBatch)
+        scheduler.commit(in_flight, StepOutcome(token_ids=(1,) * sum(in_flight.samples)))
+        in_flight = plan
+    assert scheduler.stats.num_running == num_running
+    return statistics.median(times) / 1e3
+
+
 def _request(number: int, tokenizer: TextTokenizer | None, max_total_tokens: int) -> Request:
     from ..engine.text.detokenizer import Detokenizer
 
@@ -162,6 +202,16 @@ def run(tokenizer: TextTokenizer | None) -> dict[str, object]:
             parts = host_step_us(num_rows, text)
             results[f"{label}, {num_rows} rows"] = parts
             print(f"{label + f', {num_rows} rows':24}" + "".join(f"{value:9.1f}" for value in parts.values()))
+    for policy in get_args(SchedulePolicy):
+        parts = {
+            full: plan_us(policy, num_running=256, num_waiting=10_000, is_memory_full=full == "pages")
+            for full in ("rows", "pages")
+        }
+        results[f"plan, 256 running, 10,000 waiting, {policy}, us"] = parts
+        print(
+            f"plan, 10,000 wait, {policy:18}"
+            + "".join(f"{value:7.1f} us (all {name} in use)" for name, value in parts.items())
+        )
     results["wake 256 us"] = uvloop.run(wake_us(256))
     print(f"waking 256 consumers: {results['wake 256 us']:.0f} us")
     for overlap in (True, False):

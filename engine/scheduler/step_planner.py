@@ -16,7 +16,7 @@ from .step_times import StepTimes
 from .waiting_queue import WaitingQueue
 
 MAX_DEFERRED = 16  # requests that wait for another's prefix and are passed in one plan
-MAX_REFUSED = 16  # requests that lack memory and are passed by smaller ones in one plan
+MAX_REFUSED = 8  # requests that lack memory and are passed by smaller ones in one plan
 MAX_AGE_DRAINS = 2  # so many times the drain time of those that run: nobody passes a request that is older
 
 

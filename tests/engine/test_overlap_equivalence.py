@@ -262,11 +262,8 @@ async def submit_all(engine: Engine, scenario: Scenario, recorders: list[Recorde
         assert stats.num_running == stats.num_waiting == 0
 
 
-SETTINGS = settings(
-    max_examples=int(os.environ.get("SLIPSTREAM_EXAMPLES", 120)),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+EXAMPLES = int(os.environ.get("SLIPSTREAM_EXAMPLES", "120"))
+SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @SETTINGS

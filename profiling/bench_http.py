@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -263,7 +264,7 @@ async def with_model(folder: str, streams: Sequence[int], output_tokens: int, *,
     from ..engine.loader.model_source import resolve_model
 
     found = await asyncio.to_thread(resolve_model, folder, needs_weights=False)
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "model": folder,
         "load_format": "dummy",
         "max_model_len": 4096,
@@ -296,7 +297,7 @@ def told(alone: dict[str, float], http: dict[str, float]) -> str:
 
 def scripted(options: argparse.Namespace) -> dict[str, object]:
     """The paced worker's cases, or the sweep down to where HTTP is the limit."""
-    cases = ((options.streams[0], options.step_ms),) if options.streams else CASES
+    cases: Sequence[tuple[int, float]] = ((options.streams[0], options.step_ms),) if options.streams else CASES
     if options.sweep:
         cases = tuple((options.streams[0] if options.streams else 64, step_ms) for step_ms in SWEEP_MS)
     results: dict[str, object] = {}

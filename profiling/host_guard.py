@@ -3,8 +3,8 @@
     python -m slipstream.profiling.host_guard [--write]
 
 Wall times say nothing on a machine that others share. The calibration does what the scheduler does (attributes, lists,
-dictionaries, small calls), each round measures both within a second, and of all rounds the least ratio counts: noise only
-ever adds. `--write` makes the baseline from this machine.
+dictionaries, small calls), both are measured in turns, and of all rounds the least time of each counts: noise only ever
+adds. `--write` makes the baseline from this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .results import write_json
 
 BASELINE: Final = Path(__file__).parent / "baselines" / "host.json"
 ROWS: Final = (1, 64, 256)
-ROUNDS: Final = 5
+ROUNDS: Final = 7
 MAX_GROWTH: Final = 1.5
 
 
@@ -53,15 +53,14 @@ def calibration_us() -> float:
 
 
 def ratios() -> dict[str, float]:
-    """Host time of a step over calibration, by number of rows: the least over the rounds."""
-    found = {str(rows): float("inf") for rows in ROWS}
+    """Host time of a step over calibration, by number of rows: of each the least over the rounds."""
+    calibration = float("inf")
+    steps = dict.fromkeys(ROWS, float("inf"))
     for _ in range(ROUNDS):
         for rows in ROWS:
-            before = calibration_us()
-            step = host_step_us(rows, None)["total"]
-            # The slower of the two calibrations: a neighbour that came or went in between must not look like progress.
-            found[str(rows)] = min(found[str(rows)], step / max(before, calibration_us()))
-    return found
+            calibration = min(calibration, calibration_us())
+            steps[rows] = min(steps[rows], host_step_us(rows, None)["total"])
+    return {str(rows): step / calibration for rows, step in steps.items()}
 
 
 def judge(measured: dict[str, float], baseline: dict[str, float], *, max_growth: float = MAX_GROWTH) -> list[str]:

@@ -253,8 +253,9 @@ class Engine:
     def watch(self, watcher: Callable[[Request], None] | None) -> None:
         """Show `watcher` each request, the live ones at once, the others as they are submitted; None ends that."""
         self._watcher = watcher
-        for request in list(self._started().requests()) if watcher else ():
-            watcher(request)
+        if watcher is not None:
+            for request in list(self._started().requests()):
+                watcher(request)
 
     # ---- requests
 

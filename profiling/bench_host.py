@@ -117,7 +117,7 @@ def plan_us(policy: SchedulePolicy, *, num_running: int, num_waiting: int, is_me
     )
     for number in range(num_running):
         scheduler.add(_request(number, None, max_total_tokens))
-    in_flight = scheduler.plan(None)
+    in_flight: ScheduleBatch | None = None
     for number in range(num_running, num_running + num_waiting):
         scheduler.add(_request(number, None, max_total_tokens))
     times = []
@@ -125,9 +125,9 @@ def plan_us(policy: SchedulePolicy, *, num_running: int, num_waiting: int, is_me
         start = time.perf_counter_ns()
         plan = scheduler.plan(in_flight)
         times.append(time.perf_counter_ns() - start)
-        assert isinstance(in_flight, ScheduleBatch)
         assert isinstance(plan, ScheduleBatch)
-        scheduler.commit(in_flight, StepOutcome(token_ids=(1,) * sum(in_flight.samples)))
+        if in_flight is not None:
+            scheduler.commit(in_flight, StepOutcome(token_ids=(1,) * sum(in_flight.samples)))
         in_flight = plan
     assert scheduler.stats.num_running == num_running
     return statistics.median(times) / 1e3

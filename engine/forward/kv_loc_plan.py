@@ -1,4 +1,4 @@
-"""Where the tokens of one step live in the KV pool, worked out once a step for all layers."""
+"""Where the tokens of one step live in the KV pool: worked out once, for every layer and every forward of the step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLocPlan:
-    """The page translation of one step.
+    """The page translation of one step and its write window, made once with the step's ForwardBatch and shared by all that
+    the step computes. There is one pool, so one translation; a second pool would be a second pair of slots and table here.
 
-    Shapes: slots [T] int64, the slot each token's key and value are written to; page_table [R, max_pages] int32,
-    leased from the row state: row r of it lists the pages of request row r, stale beyond the row's length.
+    Shapes: slots [T] int64, the write window: where each token's key and value go, in every layer; page_table [R,
+    max_pages] int32, leased from the row state: row r of it lists the pages of request row r, stale beyond the row's
+    length.
     """
 
     slots: torch.Tensor

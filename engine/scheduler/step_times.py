@@ -93,7 +93,7 @@ class StepTable:
         if not self._cells:
             return 0.0
         levels = self._sorted()
-        above = bisect_right(levels, load.tokens, key=lambda level: level[0])
+        above = bisect_right(levels, float(load.tokens), key=lambda level: level[0])
         if above == 0 or len(levels) == 1:
             seconds = levels[0][1]
         else:

@@ -62,7 +62,7 @@ def create_app(
     settings = settings if settings is not None else FrontSettings()
     counters = FrontMetrics()
     step_times = StepTimes()
-    interval = StreamInterval(settings.stream_interval, step_times.last_step_s)
+    interval = StreamInterval(settings.stream_interval, step_times)
     front = Front(
         engine=engine,
         model_names=names,
@@ -94,15 +94,16 @@ def create_app(
 
 def _routes(front: Front, operations: Sequence[Operation]) -> list[Route]:
     return [
-        *PAGE_ROUTES,
         *(
             Route(
                 operation.path.replace("{model}", "{model:path}"),  # model names may have slashes
-                Endpoint(front, operation.handler),
+                Endpoint(front, operation.handler, takes_turns=operation.streams),
                 methods=[operation.method],
             )
-            for operation in operations
+            # Routes are tried in order: those that many requests want come first.
+            for operation in sorted(operations, key=lambda each: not each.streams)
         ),
+        *PAGE_ROUTES,
     ]
 
 

@@ -58,13 +58,17 @@ class Call:
 class Endpoint:
     """Runs one handler for each request."""
 
-    def __init__(self, front: Front, handler: Handler) -> None:
+    def __init__(self, front: Front, handler: Handler, *, takes_turns: bool = False) -> None:
+        """`takes_turns`: of a burst of requests few are handled in one turn of the loop."""
         self._front = front
         self._handler = handler
+        self._takes_turns = takes_turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(request=Request(scope, receive), request_id=request_id_of(scope), accepted_at=perf_counter())
         try:
+            if self._takes_turns:
+                await self._front.turnstile.enter()
             response = await self._handler(self._front, call)
         except Exception as error:
             failure = reported(error, call.request_id)

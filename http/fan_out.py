@@ -39,7 +39,7 @@ class FanOut:
     `interval` makes it coalesce before that, so that the steps keep their time.
     """
 
-    __slots__ = ("_armed_at", "_held", "_lag_s", "_ready", "_release_timer", "interval")
+    __slots__ = ("_armed_at", "_held", "_lag_s", "_ready", "_release_timer", "_spent_s", "interval")
 
     def __init__(self, lag_s: Histogram, interval: StreamInterval) -> None:
         """`lag_s` gets the seconds from the first stream of a turn being scheduled to its flush."""
@@ -48,6 +48,7 @@ class FanOut:
         self._lag_s = lag_s
         self._held: dict[Holding, None] = {}
         self._release_timer: asyncio.TimerHandle | None = None
+        self._spent_s = 0.0
         self.interval = interval
 
     def schedule(self, stream: Flushable) -> None:
@@ -74,8 +75,8 @@ class FanOut:
 
     def _run(self) -> None:
         ready = self._ready
-        now = perf_counter()
-        self.interval.look(now)
+        began = now = perf_counter()
+        self.interval.look(now, self._spent_s)
         until = now + SLICE_S
         if self._armed_at is not None:
             self._lag_s.observe(now - self._armed_at)
@@ -90,6 +91,7 @@ class FanOut:
                 stream.flush(now)
             except Exception:  # one stream's bug is not to silence the others
                 log.exception("a stream could not be written")
+        self._spent_s += perf_counter() - began
         if ready:
             self._armed_at = now
             asyncio.get_running_loop().call_soon(self._run)

@@ -16,6 +16,7 @@ from .progress import Progress
 from .request_log import RequestLog
 from .settings import FrontSettings
 from .step_times import StepTimes
+from .turnstile import Turnstile
 
 if TYPE_CHECKING:
     from .text_process import TextProcess
@@ -54,6 +55,7 @@ class Front:
     progress: Progress
     log: RequestLog
     text_process: TextProcess | None = None
+    turnstile: Turnstile = field(default_factory=Turnstile)
     step_times: StepTimes
     recorder: Recorder | None = None
     live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it

@@ -43,6 +43,8 @@ class StepTimes:
         self.inter_token_s = Histogram(INTER_TOKEN_S)  # a token's is the time of the step that brought it
         self.phase_s: dict[str, float] = {}
         self.num_alone = 0
+        self.num_late = 0  # steps whose results were there before the loop asked for them
+        self.waited_s = 0.0
         self.last_step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.last_host_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self._ranges: deque[Range] = deque(maxlen=KEPT_RANGES)
@@ -111,7 +113,10 @@ class StepTimes:
         host_ns = max(0, step_ns - self._wait_ns)
         self.step_s.observe(step_ns * 1e-9)
         self.host_s.observe(host_ns * 1e-9)
-        self.exposed_s.observe(host_ns * 1e-9 if self._wait_ns < NO_WAIT_NS else 0.0)
+        is_late = self._wait_ns < NO_WAIT_NS
+        self.num_late += is_late
+        self.waited_s += self._wait_ns * 1e-9
+        self.exposed_s.observe(host_ns * 1e-9 if is_late else 0.0)
         self.inter_token_s.observe(step_ns * 1e-9, num_tokens)
         self.last_step_s.append(step_ns * 1e-9)
         self.last_host_s.append(host_ns * 1e-9)

@@ -19,7 +19,9 @@ from slipstream.http.frames import TEXT, template
 from slipstream.http.metrics import Histogram
 from slipstream.http.openai_chat import ChatShape
 from slipstream.http.settings import FrontSettings
+from slipstream.http.step_times import StepTimes
 from slipstream.http.stream_interval import StreamInterval
+from slipstream.http.turnstile import A_TURN, Turnstile
 
 
 class Flushed:
@@ -34,7 +36,7 @@ class Flushed:
 
 async def test_fan_out_flushes_in_order_and_leaves_turns_between_slices() -> None:
     log: list[int] = []
-    fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", ()))
+    fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", StepTimes()))
     for number in range(3 * SLICE_STREAMS):
         fan_out.schedule(Flushed(log, number))
     assert log == [], "nothing is written inside the step loop's call"
@@ -53,7 +55,7 @@ async def test_fan_out_flushes_in_order_and_leaves_turns_between_slices() -> Non
 
 async def test_a_stream_that_fails_does_not_silence_the_others(caplog: pytest.LogCaptureFixture) -> None:
     log: list[int] = []
-    fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", ()))
+    fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", StepTimes()))
     for number in range(4):
         fan_out.schedule(Flushed(log, number, fails=number == 1))
     with caplog.at_level(logging.ERROR, "slipstream.http"):
@@ -222,3 +224,25 @@ async def test_a_request_says_one_line_in_the_log_without_its_prompt(
     assert len(lines) == 1
     assert lines[0].startswith("request_id=abc path=/v1/completions status=200 seconds=")
     assert "secret" not in caplog.text
+
+
+async def test_a_burst_enters_a_few_a_turn_and_in_order() -> None:
+    turnstile, entered = Turnstile(), []
+
+    async def one(number: int) -> None:
+        await turnstile.enter()
+        entered.append(number)
+
+    tasks = [asyncio.create_task(one(number), name=str(number)) for number in range(4 * A_TURN)]
+    turns = 0
+    while len(entered) < len(tasks):
+        before = len(entered)
+        await asyncio.sleep(0)
+        turns += 1
+        assert len(entered) - before <= A_TURN
+        if turns == 3:
+            tasks[-1].cancel()
+            tasks.pop()
+    assert entered == list(range(4 * A_TURN - 1))
+    await asyncio.gather(*tasks)
+    await asyncio.wait_for(turnstile.enter(), 1)

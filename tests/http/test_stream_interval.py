@@ -10,6 +10,7 @@ import pytest
 from slipstream.engine.errors import ConfigError
 from slipstream.engine.scripted_worker import Script
 from slipstream.http.settings import FrontSettings
+from slipstream.http.step_times import StepTimes
 from slipstream.http.stream_interval import CALM_S, MAX_INTERVAL, StreamInterval
 
 A_LETTER = Script(step_time_s=0.003, token_of=lambda seed, history: 65)
@@ -52,41 +53,65 @@ async def test_ends_are_never_held(serving: Any) -> None:
     assert answer.events[-1] == "[DONE]"
 
 
-def test_the_interval_rises_while_the_loop_is_full_and_falls_when_it_has_been_calm() -> None:
-    interval = StreamInterval("auto", [0.002])
+def steps_of(step_s: float) -> StepTimes:
+    times = StepTimes()
+    times.last_step_s.append(step_s)
+    return times
+
+
+LATE = {"late": 0.9, "waiting": 0.0, "writing": 0.5}
+FREE = {"late": 0.1, "waiting": 0.6, "writing": 0.1}
+
+
+def test_the_interval_rises_while_the_loop_is_late_and_falls_when_it_has_time_again() -> None:
+    interval = StreamInterval("auto", steps_of(0.002))
     seen = []
     for turn in range(12):
-        interval.adjust(0.95, turn * 0.1)
+        interval.adjust(**LATE, now=turn * 0.1)
         seen.append(interval.tokens)
-    assert seen[:3] == [2, 3, 4]
+    assert seen[:4] == [1, 2, 3, 4], "one late look may be a burst of new requests"
     assert max(seen) == seen[-1] == MAX_INTERVAL
-    interval.adjust(0.3, 1.2)
+    interval.adjust(**FREE, now=1.2)
     assert interval.tokens == MAX_INTERVAL, "not at once"
-    interval.adjust(0.7, 5.0)
-    assert interval.tokens == MAX_INTERVAL, "it is just right"
+    interval.adjust(late=0.2, waiting=0.1, writing=0.4, now=5.0)
+    assert interval.tokens == MAX_INTERVAL, "the time that is left would not do for more frames"
     for turn in range(9):
-        interval.adjust(0.3, 1.1 + CALM_S + 0.1 + turn)
+        interval.adjust(**FREE, now=1.1 + CALM_S + 0.1 + turn)
+    assert interval.tokens == 1
+
+
+def test_a_loop_that_is_late_for_other_reasons_writes_every_token() -> None:
+    interval = StreamInterval("auto", steps_of(0.002))
+    for turn in range(9):
+        interval.adjust(late=1.0, waiting=0.0, writing=0.05, now=turn)
     assert interval.tokens == 1
 
 
 @pytest.mark.parametrize(("step_s", "most"), [(0.001, 8), (0.01, 4), (0.03, 1), (0.5, 1)])
 def test_no_interval_keeps_text_for_longer_than_it_may(step_s: float, most: int) -> None:
-    interval = StreamInterval("auto", [step_s])
+    interval = StreamInterval("auto", steps_of(step_s))
     for turn in range(20):
-        interval.adjust(1.0, turn)
+        interval.adjust(**LATE, now=turn)
     assert interval.tokens == most
     assert interval.tokens * step_s <= 0.05 or interval.tokens == 1
 
 
-def test_a_fixed_interval_stays_and_the_auto_one_looks_at_the_loop_s_own_time() -> None:
-    fixed = StreamInterval("3", [0.001])
-    fixed.look(1.0)
-    fixed.look(2.0)
+def test_it_looks_at_what_the_steps_did_since_it_looked_before() -> None:
+    times = steps_of(0.002)
+    interval = StreamInterval("auto", times)
+    fixed = StreamInterval("3", times)
+    for look in range(5):
+        for _ in range(50):  # steps that end at once: the loop is always late
+            for name in ("launch", "await", "commit"):
+                times.end(times.start(name, look * 50 + _, 0, 1))
+        interval.look(100.0 + 0.2 * look, 0.1 * look)
+        fixed.look(100.0 + 0.2 * look, 0.1 * look)
+    assert interval.tokens > 1
     assert fixed.tokens == 3
-    auto = StreamInterval("auto", [0.001])
-    auto.look(1.0)
-    auto.look(1000.0)  # this thread's CPU time cannot have filled so long a while
-    assert auto.tokens == 1
+    interval.look(100.9, 0.5)
+    risen = interval.tokens
+    interval.look(200.0, 50.0)  # after a pause
+    assert interval.tokens == risen
 
 
 @pytest.mark.parametrize("bad", ["0", "-1", "fast", "1.5", "999", 4, None])

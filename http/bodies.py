@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from ..engine.errors import RequestError
 from ..engine.sampling_params import SamplingParams
 from .steering import SteeringFields
+from .tools import Tools, tools_of
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -17,7 +18,6 @@ MAX_DEADLINE_S = 1e6
 HINTS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",  # says nothing without tools
         "prediction",  # a matter of latency only
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -43,8 +43,6 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -121,7 +119,7 @@ def _is_full_list(value: object) -> TypeGuard[list[Any]]:
 
 
 def _are_ids(value: list[Any]) -> bool:
-    return all(type(part) is int for part in value)
+    return set(map(type, value)) == {int}  # not bool, which is an int too
 
 
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -283,8 +281,24 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True  # <think> … </think> apart from the content, where the model's template has it
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def callable_tools(self) -> Tools | None:
+        """Raises: RequestError naming the field."""
+        return tools_of(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls)
+
+    @model_validator(mode="after")
+    def _tools_are_tools(self) -> ChatBody:
+        tools = self.callable_tools
+        if tools is not None and tools.grammar() is not None and self.grammar() is not None:
+            raise RequestError("a call that is required leaves no room for a format", param="tool_choice")
+        return self
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatBody:
@@ -298,7 +312,8 @@ class ChatBody(GenerationBody):
 
     @property
     def names(self) -> dict[str, str]:
-        return {**super().names, "prompt": "messages"}
+        names = {**super().names, "prompt": "messages"}
+        return names if "structured_output" in names else {**names, "structured_output": "tools"}
 
 
 def _seed(seed: int | None, choice: int) -> int | None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
 from ..engine.outputs import Finished, TokenLogprobs, Usage
+from ..engine.sampling_params import SamplingParams
 from .bodies import ChatBody, ChatMessage, GenerationBody
+from .chat_message import ChatMessages
 from .endpoint import Call, answer
-from .frames import Collected, event
+from .frames import Collected, Template, event
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
 from .logprob_fields import Pieces, chat_logprobs
+from .message_parser import CallForm, MessageParser
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
 from .submission import Job
+from .tools import Tools
 
 
 async def chat_completions(front: Front, call: Call) -> Response:
@@ -28,7 +33,12 @@ async def chat_completions(front: Front, call: Call) -> Response:
     model = front.model(body.model)
     shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=model, tokenizer=front.engine.tokenizer)
     params = [body.params(choice=choice, default_max_tokens=None) for choice in range(body.n)]
+    tools = body.callable_tools
+    form = None if tools is None else tools.form(_template(front))
+    if tools is not None and form is not None:
+        params = [_with_tools(each, tools, form) for each in params]
     (prompt_ids,) = await prompts()
+    shape.messages = _messages(front, body, tools, form, prompt_ids, is_free=params[0].structured_output is None)
     urgency = call.urgency(body.priority, body.deadline_s)
     grammar = await front.engine.compile_grammar(params[0])
     jobs = [
@@ -38,11 +48,46 @@ async def chat_completions(front: Front, call: Call) -> Response:
     return await answer(front, call, shape, jobs, stream=body.stream)
 
 
+def _template(front: Front) -> str | None:
+    template = front.engine.chat_template
+    return None if template is None else template.source
+
+
+def _with_tools(params: SamplingParams, tools: Tools, form: CallForm) -> SamplingParams:
+    """The constraint of a call that is required; and the markers of some forms are special tokens, which must show."""
+    if form in (CallForm.MISTRAL, CallForm.LLAMA):
+        return replace(params, skip_special_tokens=False)
+    grammar = tools.grammar()
+    return params if grammar is None else replace(params, structured_output=grammar)
+
+
+def _messages(
+    front: Front,
+    body: ChatBody,
+    tools: Tools | None,
+    form: CallForm | None,
+    prompt_ids: Sequence[int],
+    *,
+    is_free: bool,
+) -> ChatMessages | None:
+    """How the choices' texts are read; None where they are content as they stand."""
+    tokenizer, template = front.engine.tokenizer, _template(front)
+    # A constrained answer has no reasoning before it.
+    reasons = is_free and body.separate_reasoning and template is not None and "</think>" in template
+    if form is None and not reasons:
+        return None
+    ending = "" if tokenizer is None else tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
+    is_thinking = reasons and ending.rstrip().endswith("<think>")
+    names = frozenset[str]() if tools is None else tools.names
+    return ChatMessages(lambda: MessageParser(form, names=names, reasons=reasons, is_thinking=is_thinking), form)
+
+
 async def chat_prompt(texts: Texts, body: ChatBody) -> Prompts:
     """The ids of a chat."""
     ids = await encode_chat(
         texts,
         [template_message(message) for message in body.messages],
+        tools=None if body.callable_tools is None else body.callable_tools.for_template,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         extra=body.chat_template_kwargs,
@@ -64,14 +109,54 @@ class ChatShape(OpenAiShape):
 
     def __init__(self, body: GenerationBody, *, response_id: str, model: str, tokenizer: Pieces | None = None) -> None:
         super().__init__(body, response_id=response_id, model=model, kind="chat.completion.chunk", tokenizer=tokenizer)
+        self.messages: ChatMessages | None = None  # how texts are read, unless they are content as they stand
         if not body.stream:
             self._base["object"] = "chat.completion"
+
+    def text(self, index: int) -> Template | None:
+        return super().text(index) if self.messages is None else None
+
+    def frame(self, index: int, text: str, usage: Callable[[], Usage]) -> bytes:
+        if self.messages is None:
+            return super().frame(index, text, usage)
+        return self._deltas(index, self.messages.deltas(index, text), None, usage)
+
+    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
+        if self.messages is None:
+            return super().scored(index, text, logprobs, usage)
+        deltas = self.messages.deltas(index, text) or [{}]  # the tokens' scores do not wait for their text
+        return self._deltas(index, deltas, self.told_logprobs(index, logprobs), usage)
+
+    def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
+        if self.messages is None:
+            return super().closing(index, end, usage)
+        frames = self._deltas(index, self.messages.last_deltas(index), None, usage)
+        return frames + super().closing(index, end, usage)
+
+    def _deltas(
+        self, index: int, deltas: list[dict[str, Any]], logprobs: dict[str, Any] | None, usage: Callable[[], Usage]
+    ) -> bytes:
+        """One frame a delta, the first one with the log-probabilities of them all."""
+        frames = b""
+        for delta in deltas:
+            choice = {**_choice(index, delta, None), "logprobs": logprobs}
+            frames += event(self.chunk([choice], usage() if self._counts_usage else None))
+            logprobs = None
+        return frames
 
     def opening(self, index: int) -> bytes:
         return event(self.chunk([_choice(index, {"role": "assistant", "content": ""}, None)]))
 
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
-        return _choice(index, {"content": text} if end is None else {}, end)
+        choice = _choice(index, {"content": text} if end is None else {}, end)
+        if end is not None:
+            choice["finish_reason"] = self._reason(index, end)
+        return choice
+
+    def _reason(self, index: int, end: Finished) -> str:
+        """A message that ended by itself and calls something says so; one that was cut says that it was cut."""
+        calls = self.messages is not None and self.messages.has_calls(index)
+        return "tool_calls" if calls and end.reason == "stop" else end.reason
 
     def told_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return chat_logprobs(self._token_texts, logprobs)
@@ -80,11 +165,15 @@ class ChatShape(OpenAiShape):
         return self.body([self._message(choice, self.told(choice.end)) for choice in choices], usage)
 
     def _message(self, choice: Collected, end: Finished) -> dict[str, object]:
+        if self.messages is None:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            message = self.messages.whole(choice.index, choice.text)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(self._token_texts, choice.logprobs) if self.wants_logprobs else None,
-            "finish_reason": end.reason,
+            "finish_reason": self._reason(choice.index, end),
             "stop_reason": end.stop_reason,
         }
 

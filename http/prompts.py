@@ -22,9 +22,9 @@ async def encode_prompts(
     """
     if isinstance(prompt, str):
         return await _encode(texts, [prompt], param, add_special_tokens)
-    if all(isinstance(part, str) for part in prompt):
+    if isinstance(prompt[0], str):  # all parts are of one kind: that has been checked
         return await _encode(texts, cast("list[str]", prompt), param, add_special_tokens)
-    if all(isinstance(part, int) for part in prompt):
+    if isinstance(prompt[0], int):
         return [list(cast("Sequence[int]", prompt))]
     return [list(part) for part in cast("Sequence[Sequence[int]]", prompt)]
 
@@ -33,6 +33,7 @@ async def encode_chat(
     texts: Texts,
     messages: Sequence[Mapping[str, Any]],
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     extra: Mapping[str, Any] | None = None,
@@ -48,6 +49,7 @@ async def encode_chat(
         )
     text = chat_template.render(
         messages,
+        tools=tools,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         extra=extra,

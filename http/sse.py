@@ -228,7 +228,9 @@ class SseResponse(Response):
         if connection is None or self._is_over or not connection.is_writable:
             self._woken.set()
         elif self._fresh:
-            connection.write_chunk(self._take(now))
+            body = self._take(now)
+            if body:  # text that may become a tool call gives no frame yet
+                connection.write_chunk(body)
 
     # The request's task.
 

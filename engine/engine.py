@@ -208,7 +208,7 @@ class Engine:
         self._started().flush_cache()
 
     def subscribe_cache(self, listener: Callable[[CacheEvent], None]) -> Callable[[], None]:
-        """Call `listener` from the event loop, in order, for each prefix that is cached or dropped, until the result is called."""
+        """Call `listener` from the event loop, in order, for each prefix cached or dropped, until the result is called."""
         loop = asyncio.get_running_loop()
 
         def send(event: CacheEvent) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
@@ -269,9 +269,15 @@ SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=
 @SETTINGS
 @given(scenarios(faults=False, aborts=False))
 def test_depth_1_gives_token_for_token_what_depth_0_gives(scenario: Scenario) -> None:
+    """And both what a pool gives in which nobody is ever sent back."""
     at_0, _ = asyncio.run(play(scenario, overlap=False))
     at_1, _ = asyncio.run(play(scenario, overlap=True))
-    for one, other in zip(at_0, at_1, strict=True):
+    roomy = replace(scenario, num_pages=2048, num_rows=16, preempts=False, pauses=())
+    undisturbed, engine = asyncio.run(play(roomy, overlap=True))
+    assert engine.stats.num_retractions == 0
+    for one, other, whole in zip(at_0, at_1, undisturbed, strict=True):
+        assert one.token_ids == whole.token_ids
+        assert one.logprobs == whole.logprobs
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
         assert isinstance(one.ends[0], Finished)

@@ -1,6 +1,6 @@
 """A client that costs the server nothing: raw sockets, epoll, the time taken at each recv, all parsing afterwards.
 
-    python -m slipstream.profiling.stream_client < {"port", "path", "bodies"} > {numbers}
+    python -m slipstream.profiling.stream_client < {"port", "path", "bodies", "num_tokens"} > {numbers}
 
 It runs in a process of its own, all streams at once, each on its own connection, opened before the first is sent.
 """
@@ -20,8 +20,8 @@ from typing import Any
 IDS = re.compile(rb'"output_ids":\[([^\]]*)\]')
 
 
-def read_streams(port: int, path: str, bodies: Sequence[dict[str, object]]) -> dict[str, float]:
-    """Send every body at once and read until all streams have ended; the numbers of `summary`."""
+def read_streams(port: int, path: str, bodies: Sequence[dict[str, object]], num_tokens: int) -> dict[str, float]:
+    """Send every body at once and read until all streams, of `num_tokens` each, have ended; the numbers of `summary`."""
     poll = select.epoll()
     socks: dict[int, socket.socket] = {}
     requests: dict[int, bytes] = {}
@@ -48,10 +48,10 @@ def read_streams(port: int, path: str, bodies: Sequence[dict[str, object]]) -> d
                 num_open -= 1
     for sock in socks.values():
         sock.close()
-    return _numbers(sent, seen)
+    return _numbers(sent, seen, num_tokens)
 
 
-def _numbers(sent: dict[int, float], seen: list[tuple[float, int, bytes]]) -> dict[str, float]:
+def _numbers(sent: dict[int, float], seen: list[tuple[float, int, bytes]], num_tokens: int) -> dict[str, float]:
     times: dict[int, list[float]] = {descriptor: [] for descriptor in sent}
     whole: dict[int, bytearray] = {descriptor: bytearray() for descriptor in sent}
     for at, descriptor, received in seen:
@@ -65,7 +65,7 @@ def _numbers(sent: dict[int, float], seen: list[tuple[float, int, bytes]]) -> di
     return {
         "ttft_ms_p50": quantile(first, 0.5),
         "ttft_ms_p99": quantile(first, 0.99),
-        **summary(list(times.values()), wall),
+        **summary(list(times.values()), wall, num_tokens),
         "ids": ids,
         "unfinished": sum(
             b'"finish_reason":"' not in body and b'"finish_reason":{' not in body for body in whole.values()
@@ -73,8 +73,10 @@ def _numbers(sent: dict[int, float], seen: list[tuple[float, int, bytes]]) -> di
     }
 
 
-def summary(times: Sequence[Sequence[float]], wall_s: float) -> dict[str, float]:
-    """Inter-token milliseconds over all streams, and events a second."""
+def summary(times: Sequence[Sequence[float]], wall_s: float, num_tokens: int) -> dict[str, float]:
+    """Inter-token milliseconds over all streams; events a second, starts and ends included; and the tokens a second that
+    the streams have between their own first and last events, however many events those came in.
+    """
     gaps = [(after - before) * 1e3 for stream in times for before, after in pairwise(stream)]
     num_events = sum(map(len, times))
     return {
@@ -83,6 +85,7 @@ def summary(times: Sequence[Sequence[float]], wall_s: float) -> dict[str, float]
         "itl_ms_max": max(gaps, default=0.0),
         "events": num_events,
         "events_per_s": num_events / wall_s,
+        "steady_tokens_per_s": sum((num_tokens - 1) / (each[-1] - each[0]) for each in times if len(each) > 1),
     }
 
 
@@ -92,7 +95,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-async def run_client(port: int, path: str, bodies: Sequence[dict[str, object]]) -> dict[str, float]:
+async def run_client(port: int, path: str, bodies: Sequence[dict[str, object]], num_tokens: int) -> dict[str, float]:
     """`read_streams` in a process of its own."""
     import asyncio
 
@@ -103,7 +106,7 @@ async def run_client(port: int, path: str, bodies: Sequence[dict[str, object]]) 
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    asked = json.dumps({"port": port, "path": path, "bodies": bodies})
+    asked = json.dumps({"port": port, "path": path, "bodies": bodies, "num_tokens": num_tokens})
     output, _ = await client.communicate(asked.encode())
     numbers: dict[str, Any] = json.loads(output)
     return numbers

@@ -134,7 +134,7 @@ class SamplingParams:
             )
         for processor in self.logits_processors:
             if not callable(processor):
-                raise RequestError(f"{shown(processor)} is no logits processor", param="logits_processors")
+                raise RequestError(f"logits_processors must be callable, not {shown(processor)}", param="logits_processors")
 
 
 _MOST = {

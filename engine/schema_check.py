@@ -1,7 +1,8 @@
 """Refuses a JSON schema for what a grammar of it would not enforce, naming the keyword by its path.
 
-Of a `format` the shape is enforced, not the calendar. A keyword passes if the grammar libraries enforce it where it stands, or if it is an annotation. What they are known to
-drop without a word (measured, library by library) is refused here: an answer that violates its schema is worse than none.
+A keyword passes if the grammar libraries enforce it where it stands, or if it is an annotation. What they are known to
+drop without a word (measured, library by library) is refused here: an answer that violates its schema is worse than
+none. Of a `format` the shape is enforced, not the calendar.
 """
 
 from __future__ import annotations

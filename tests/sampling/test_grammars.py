@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import GrammarSpec
+from slipstream.engine.sampling.grammar_sources import plain_error
 
 END = 256
 BYTES = [bytes((byte,)) for byte in range(256)]
@@ -109,7 +110,8 @@ def test_every_kind_takes_its_language_and_nothing_else(backend, kind, source, g
         # A forced text may be spelled one way only, so that walks are what shows it for merged tokens.
         session = grammar.session()
         took = all(session.accept(byte) for byte in text.encode())
-        assert took and END in allowed(session), text
+        assert took, text
+        assert END in allowed(session), text
     for text in bad:
         assert not spelled(grammar.session(), text), text
 
@@ -178,3 +180,16 @@ def test_a_regex_s_walks_match_it(backend):
         text = walk(grammar.session(), random.Random(seed))
         assert text is not None
         assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("message", "plain"),
+    [
+        ("[10:11:12] /a/b.cc:3: no such rule\nmore", "no such rule"),
+        ("regex parse error:\n    (\n    ^\nerror: unclosed group", "regex parse error: unclosed group"),
+        ("", "ValueError"),
+        ("broken:\n", "broken"),
+    ],
+)
+def test_a_library_s_message_is_one_line_that_says_what_is_wrong(message: str, plain: str) -> None:
+    assert plain_error(ValueError(message)) == plain

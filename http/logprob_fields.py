@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -57,6 +58,7 @@ class CompletionLogprobs:
         self._texts = texts
         self._has_top = has_top
         self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def first_of_prompt(self, token_id: int) -> dict[str, Any]:
         """The token that nothing comes before: it has no log-probability."""
@@ -73,9 +75,17 @@ class CompletionLogprobs:
             columns["tokens"].append(text)
             columns["token_logprobs"].append(logprob)
             columns["top_logprobs"].append(None if scored is None else self._top(scored))
-            columns["text_offset"].append(self._offset)
-            self._offset += len(text)
+            columns["text_offset"].append(self._place(self._texts.content(token_id)))
         return columns if self._has_top else {**columns, "top_logprobs": None}
+
+    def _place(self, content: bytes) -> int:
+        """The offset of the character that the first byte belongs to: one character may take several tokens."""
+        first, rest = content[:1], content[1:]
+        self._offset += len(self._decoder.decode(first))
+        is_whole = bool(first) and not self._decoder.getstate()[0]
+        place = self._offset - is_whole
+        self._offset += len(self._decoder.decode(rest))
+        return place
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
         top = {self._texts.text(scored.token_id): scored.logprob}

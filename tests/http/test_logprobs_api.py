@@ -7,7 +7,9 @@ from typing import Any
 import openai
 import pytest
 
+from slipstream.engine.outputs import TokenLogprobs
 from slipstream.engine.scripted_worker import Script
+from slipstream.http.logprob_fields import CompletionLogprobs, TokenTexts
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -52,7 +54,11 @@ async def test_completions_logprobs_have_the_drawn_token_and_offsets_that_sum_to
         streamed = await served.post("/v1/completions", {**body, "stream": True})
     scores = whole["logprobs"]
     assert len(scores["tokens"]) == len(scores["token_logprobs"]) == 5
-    assert scores["text_offset"] == [sum(map(len, scores["tokens"][:n])) for n in range(5)]
+    assert scores["text_offset"] == sorted(scores["text_offset"])
+    places = list(zip(scores["tokens"], scores["text_offset"], strict=True))
+    complete = [(token, place) for token, place in places if "\ufffd" not in token]
+    assert len(complete) >= 2
+    assert all(whole["text"].startswith(token, place) for token, place in complete), (whole["text"], places)
     if k:
         assert all(token in top for token, top in zip(scores["tokens"], scores["top_logprobs"], strict=True))
         assert all(1 <= len(top) <= k + 1 for top in scores["top_logprobs"])
@@ -127,3 +133,26 @@ async def test_the_openai_client_reads_them(serving: Any) -> None:
         )
         assert answer.choices[0].logprobs is not None
         assert all(len(entry.top_logprobs) == 2 for entry in answer.choices[0].logprobs.content or [])
+
+
+class _Bytes:
+    """A tokenizer whose tokens are these."""
+
+    tokens = ("hé".encode(), b" \xf0\x9f", b"\x98\x80", b" ok", b"!")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.tokens[token_id]
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return b"".join(self.tokens[each] for each in ids).decode()
+
+
+def test_offsets_stay_right_behind_a_character_of_several_tokens() -> None:
+    scored = CompletionLogprobs(TokenTexts(_Bytes()), has_top=False)
+    first = scored.first_of_prompt(0)
+    rest = scored.piece([TokenLogprobs(token_id=each, logprob=-1.0, top_ids=(), top_logprobs=()) for each in (1, 2)])
+    last = scored.piece([TokenLogprobs(token_id=each, logprob=-1.0, top_ids=(), top_logprobs=()) for each in (3, 4)])
+    text = _Bytes().decode(range(5))
+    assert text == "hé 😀 ok!"
+    offsets = first["text_offset"] + rest["text_offset"] + last["text_offset"]
+    assert offsets == [0, text.index(" 😀"), text.index("😀"), text.index(" ok"), text.index("!")]

@@ -25,9 +25,16 @@ def choice_as_ebnf(source: str) -> str:
 
 
 def plain_error(error: Exception) -> str:
-    """A library's message without its own time and place."""
+    """A library's message on one line, without its own time and place and without a drawing of the source."""
     text = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    first, *more = text.splitlines()
+    if not first.endswith(":"):
+        return first
+    # The parser of patterns draws the pattern first, and says what is wrong with it afterwards.
+    reason = next((line.removeprefix("error: ") for line in more if line.startswith("error: ")), "")
+    return f"{first} {reason}".rstrip(" :")
 
 
 def _literal(text: str) -> str:

@@ -272,7 +272,7 @@ def test_depth_1_gives_token_for_token_what_depth_0_gives(scenario: Scenario) ->
     """And both what a pool gives in which nobody is ever sent back."""
     at_0, _ = asyncio.run(play(scenario, overlap=False))
     at_1, _ = asyncio.run(play(scenario, overlap=True))
-    roomy = replace(scenario, num_pages=2048, num_rows=16, preempts=False, pauses=())
+    roomy = replace(scenario, num_pages=800 // scenario.page_size + 16, num_rows=10, preempts=False, pauses=())
     undisturbed, engine = asyncio.run(play(roomy, overlap=True))
     assert engine.stats.num_retractions == 0
     for one, other, whole in zip(at_0, at_1, undisturbed, strict=True):

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from .bodies import ChatBody, CompletionBody
+from .cache import FlushCacheBody, flush_cache
 from .endpoint import Call, Handler, json_response
 from .front import Front
 from .native import (
@@ -64,6 +65,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(method="POST", path="/generate", handler=generate, body=GenerateBody, streams=True),
     Operation(method="POST", path="/tokenize", handler=tokenize, body=TokenizeBody),
     Operation(method="POST", path="/detokenize", handler=detokenize, body=DetokenizeBody),
+    Operation(method="POST", path="/flush_cache", handler=flush_cache, body=FlushCacheBody, is_admin=True),
     Operation(method="POST", path="/abort_request", handler=abort_request, body=AbortBody, is_admin=True),
     Operation(method="POST", path="/start_profile", handler=start_profile, body=StartProfileBody, is_admin=True),
     Operation(method="POST", path="/stop_profile", handler=stop_profile, body=StopProfileBody, is_admin=True),

@@ -9,7 +9,7 @@ from .bodies import Strict
 from .endpoint import Call, json_response
 from .failures import Refused
 from .front import Front, Recorder
-from .request_body import checked, read_json
+from .request_body import checked, optional_json
 
 
 class StartProfileBody(Strict):
@@ -24,7 +24,7 @@ async def start_profile(front: Front, call: Call) -> Response:
     """Record the next steps; /stop_profile brings them."""
     recorder = _recorder(front)
     front.check_open()
-    body = checked(StartProfileBody, await _fields(front, call))
+    body = checked(StartProfileBody, await optional_json(call.request, front.settings))
     if recorder.is_recording:
         raise Refused(409, "a recording is under way", code="already_recording")
     recorder.start(num_steps=body.num_steps)
@@ -34,7 +34,7 @@ async def start_profile(front: Front, call: Call) -> Response:
 async def stop_profile(front: Front, call: Call) -> Response:
     """End the recording, after its steps or `wait_s` at the latest, and return it as a Chrome trace."""
     recorder = _recorder(front)
-    body = checked(StopProfileBody, await _fields(front, call))
+    body = checked(StopProfileBody, await optional_json(call.request, front.settings))
     if not recorder.is_recording:
         raise Refused(409, "nothing is being recorded", code="not_recording")
     trace = await recorder.stop(wait_s=body.wait_s)
@@ -45,10 +45,3 @@ def _recorder(front: Front) -> Recorder:
     if front.recorder is None:
         raise Refused(404, "this server was started without a recorder", code="not_found")
     return front.recorder
-
-
-async def _fields(front: Front, call: Call) -> dict[str, object]:
-    """The body's fields; benchmark clients send none."""
-    if call.request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in call.request.headers:
-        return {}
-    return await read_json(call.request, front.settings)

@@ -23,6 +23,12 @@ async def read_json(request: Request, settings: FrontSettings) -> dict[str, Any]
     return parsed(await read_body(request, settings, min(settings.max_body_bytes, SMALL_BYTES)))
 
 
+async def optional_json(request: Request, settings: FrontSettings) -> dict[str, Any]:
+    """`read_json` where a request without a body asks for the defaults."""
+    is_empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    return {} if is_empty else await read_json(request, settings)
+
+
 async def read_body(request: Request, settings: FrontSettings, limit: int) -> bytes:
     """The body, of at most `limit` bytes.
 

@@ -118,3 +118,25 @@ def test_a_step_that_was_launched_before_anybody_looked_is_not_measured() -> Non
     times = StepTimes()
     times.end(times.start("commit", 7, 0, 5))
     assert times.step_s.num_observed == 0
+
+
+async def test_the_cache_is_flushed_when_idle_and_by_force(serving: Any) -> None:
+    async with serving(Script(step_time_s=0.002), admin_key="root", num_pages=512) as served:
+        prompt = {"prompt": list(range(2, 42)), "max_tokens": 2, "ignore_eos": True, "seed": 1}
+        first = await served.post("/v1/completions", prompt)
+        assert served.engine.stats.num_cached_pages > 0
+        assert (await served.post("/flush_cache", None)).status == 401
+        assert (await served.post("/flush_cache", None, authorization="Bearer root")).json == {"flushed": True}
+        assert served.engine.stats.num_cached_pages == 0
+        client = await served.connect()
+        await client.send("POST", "/v1/completions", {**prompt, "max_tokens": 200, "stream": True})
+        await client.read_until(lambda answer: b"data:" in answer.body)
+        busy = await served.post("/flush_cache", {}, authorization="Bearer root")
+        assert (busy.status, busy.json["error"]["code"]) == (409, "busy")
+        forced = await served.post("/flush_cache", {"force": True}, authorization="Bearer root")
+        assert forced.json == {"flushed": True}
+        assert served.engine.stats.num_cached_pages * 4 < 40 + 200
+        text = "".join(event["choices"][0]["text"] for event in (await client.answer()).events[:-1])
+        again = await served.post("/v1/completions", {**prompt, "max_tokens": 200})
+        assert text == again.json["choices"][0]["text"], "what ran was computed anew, to the same end"
+        assert text.startswith(first.json["choices"][0]["text"].rstrip("\ufffd"))

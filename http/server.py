@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import signal
 import socket
@@ -50,7 +51,8 @@ class HttpServer:
         keep_alive_s: int = 75,
     ) -> None:
         if (ssl_certfile is None) != (ssl_keyfile is None):
-            raise ConfigError("TLS needs both ssl_certfile and ssl_keyfile", field="ssl_certfile")
+            missing = "ssl_certfile" if ssl_certfile is None else "ssl_keyfile"
+            raise ConfigError("TLS needs a certificate and its key", field=missing)
         self._host, self._port, self._uds = host, port, uds
         self._scheme = "http" if ssl_certfile is None else "https"
         protocol = functools.partial(ServedConnection, head_timeout_s=head_timeout_s, write_timeout_s=write_timeout_s)
@@ -136,7 +138,8 @@ class HttpServer:
             return socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
         except OSError as error:
             where = self._uds if self._uds is not None else f"{self._host}:{self._port}"
-            field = "uds" if self._uds is not None else "port"
+            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            field = "uds" if self._uds is not None else "port" if is_port else "host"
             raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", field=field) from error
 
 

@@ -216,11 +216,22 @@ async def test_it_listens_on_a_unix_socket_and_tidies_up(serving: Any, tmp_path:
 async def test_a_port_that_is_taken_and_half_a_certificate_are_config_errors(serving: Any) -> None:
     async with serving() as served:
         app = served.server._config.app
-        with pytest.raises(ConfigError, match=str(served.server.port)):
+        with pytest.raises(ConfigError, match=str(served.server.port)) as refused:
             async with HttpServer(app, port=served.server.port):
                 pass
-        with pytest.raises(ConfigError, match="ssl_keyfile"):
-            HttpServer(app, ssl_certfile="cert.pem")
+        assert refused.value.field == "port"
+        for field, half in (("ssl_keyfile", {"ssl_certfile": "a.pem"}), ("ssl_certfile", {"ssl_keyfile": "a.pem"})):
+            with pytest.raises(ConfigError, match="certificate") as refused:
+                HttpServer(app, **half)
+            assert refused.value.field == field
+
+
+async def test_an_address_that_is_not_this_machine_s_is_a_fault_of_the_host_and_not_of_the_port(serving: Any) -> None:
+    async with serving() as served:
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0") as refused:  # from a block that nobody has
+            async with HttpServer(served.server._config.app, host="192.0.2.1", port=0):
+                pass
+    assert refused.value.field == "host"
 
 
 @pytest.fixture

@@ -208,3 +208,22 @@ async def test_k16_cold_and_cached_runs_give_the_same_answer(scripted, overlap: 
         whole = [await engine.complete([4, 5, 6] * 9, params) for _ in range(5)]
         assert len({answer.token_ids for answer in whole}) == 1
         assert [answer.usage.cached_tokens > 0 for answer in whole[1:]] == [prefix_cache] * 4
+
+
+@DEPTHS
+async def test_o19_long_chats_of_many_users_go_as_each_alone(scripted, recorder, overlap: bool) -> None:
+    """Three turns each, every turn on top of the answer before it, 128 users at once against one at a time."""
+
+    async def chat(engine: Engine, user: int) -> list[tuple[int, ...]]:
+        history, turns = [user % 31, user // 31], []
+        for turn in range(3):
+            answer = await engine.complete(history, SamplingParams(max_tokens=12 + user % 5, seed=user))
+            turns.append(answer.token_ids)
+            history += [*answer.token_ids, turn, user % 7]
+        return turns
+
+    async with scripted(num_pages=4096, num_rows=1, overlap=False) as alone:
+        expected = [await chat(alone, user) for user in range(128)]
+    async with scripted(num_pages=2048, num_rows=128, overlap=overlap, chunked_prefill_size=64) as engine:
+        assert await asyncio.gather(*[chat(engine, user) for user in range(128)]) == expected
+        assert engine.stats.num_cached_tokens > 0

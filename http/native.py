@@ -21,12 +21,13 @@ from .intake import Intake, Prompts, Texts, take_in
 from .openai_chat import template_message
 from .prompts import encode_chat, encode_prompts
 from .request_body import checked, read_json
+from .steering import SteeringFields
 from .submission import Job
 
 INLINE_IDS = 2000  # decoded on the loop: more would stop it for longer than a slice
 
 
-class NativeSampling(Strict):
+class NativeSampling(Strict, SteeringFields):
     """SamplingParams by their own names; `max_new_tokens` is another name of `max_tokens`."""
 
     max_tokens: int | None = None
@@ -45,7 +46,8 @@ class NativeSampling(Strict):
 
     def params(self) -> SamplingParams:
         """Raises: RequestError naming the field."""
-        values = self.model_dump(exclude={"max_new_tokens"}, exclude_unset=True)
+        exclude = {"max_new_tokens", *SteeringFields.model_fields}
+        values = self.model_dump(exclude=exclude, exclude_unset=True) | self.steering()
         if self.max_new_tokens is not None:
             values["max_tokens"] = self.max_new_tokens
         return SamplingParams(**values)
@@ -103,7 +105,8 @@ async def generate(front: Front, call: Call) -> Response:
     if len(prompts) > front.settings.max_choices:
         raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="prompt")
     urgency = call.urgency(body.priority, body.deadline_s)
-    jobs = [Job(prompt_ids=prompt_ids, params=params, urgency=urgency) for prompt_ids in prompts]
+    grammar = await front.engine.compile_grammar(params)
+    jobs = [Job(prompt_ids=prompt_ids, params=params, urgency=urgency, grammar=grammar) for prompt_ids in prompts]
     shape = NativeShape(call.request_id, is_list=body.is_batch)
     return await answer(front, call, shape, jobs, stream=body.stream)
 

@@ -133,3 +133,12 @@ async def test_penalties_and_biases_are_honoured(serving: Any, tokenizer: Any) -
         ):
             assert await ids(**more) != plain, more
         assert set(await ids(logit_bias={"90": 100})) == {90}
+
+
+async def test_the_native_endpoint_takes_them_too(serving: Any) -> None:
+    async with serving() as served:
+        how = {"regex": REGEX, "max_new_tokens": 20, "repetition_penalty": 1.2, "seed": 2}
+        answer = await served.post("/generate", {"text": "x", "sampling_params": how})
+        assert is_regex(answer.json["text"])
+        refused = await served.post("/generate", {"text": "x", "sampling_params": {"guided_regex": "(a"}})
+    assert refused.status == 400

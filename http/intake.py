@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from ..engine.errors import Overloaded
 from ..engine.text.chat_template import ChatTemplate
 from ..engine.text.tokenization import TextTokenizer
 from .endpoint import Call
@@ -54,9 +55,11 @@ async def take_in(front: Front, call: Call, intake: Intake[Body]) -> tuple[Body,
     Raises: RequestError naming the field; Refused; Overloaded if the text process has too much to do.
     """
     limit, process = front.settings.max_body_bytes, front.text_process
-    if process is not None and not process.is_ready:
-        process = None
     raw = await read_body(call.request, front.settings, limit if process is not None else min(limit, INLINE_MAX_BYTES))
+    if process is not None and not process.is_ready:
+        if len(raw) > INLINE_MAX_BYTES:
+            raise Overloaded("large requests are not taken in yet; try again")  # it starts behind the engine
+        process = None
     if process is not None and len(raw) > INLINE_BYTES:
         made, prompts = await process.take_in(intake.name, raw)
         if not isinstance(made, intake.body):

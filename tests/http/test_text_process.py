@@ -112,6 +112,14 @@ async def test_without_it_a_megabyte_is_the_limit_and_with_it_the_setting(
         assert (await served.post("/v1/completions", {"prompt": "a" * 1_300_000})).status == 413
 
 
+async def test_while_it_starts_a_large_body_is_asked_to_come_again_and_a_small_one_is_served(serving: Any) -> None:
+    async with serving(text_process=TextProcess()) as served:
+        answer = await served.post("/v1/completions", {"prompt": "a" * 1_100_000, "max_tokens": 1})
+        assert answer.status == 429
+        assert "retry-after" in answer.headers
+        assert (await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})).status == 200
+
+
 async def test_sixty_four_streams_keep_their_pace_beside_huge_prompts(
     serving: Any, text_process: TextProcess, tokenizer: Any
 ) -> None:

@@ -119,6 +119,7 @@ def serve(
                 ssl_certfile=ssl_certfile,
                 ssl_keyfile=ssl_keyfile,
                 root_path=root_path,
+                write_timeout_s=limits.write_timeout_s,
                 drain_timeout_s=drain_timeout_s,
                 text_process=text_process,
                 on_ready=lambda url: _say_ready(

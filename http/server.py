@@ -190,6 +190,7 @@ async def serve(
     ssl_certfile: str | None = None,
     ssl_keyfile: str | None = None,
     root_path: str = "",
+    write_timeout_s: float = 30.0,
     drain_timeout_s: float = 30.0,
     text_process: TextProcess | None = None,
     on_ready: Callable[[str], None] | None = None,
@@ -210,6 +211,7 @@ async def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         root_path=root_path,
+        write_timeout_s=write_timeout_s,
     )
     is_ours = engine.state is EngineState.NEW
     with _Signals() as signals:

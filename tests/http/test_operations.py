@@ -15,8 +15,9 @@ import pytest
 
 from slipstream.engine.errors import ConfigError, EngineDead
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
+from slipstream.http import connection
 from slipstream.http.app import create_app
-from slipstream.http.server import HttpServer
+from slipstream.http.server import HttpServer, serve
 from slipstream.http.settings import FrontSettings
 
 LONG: dict[str, Any] = {"prompt": "the stones", "max_tokens": 100, "ignore_eos": True}
@@ -299,3 +300,23 @@ async def test_the_openapi_document_describes_every_body_and_resolves(serving: A
             for method in methods:
                 answer = await served.ask(method.upper(), path.replace("{model}", "tiny"), b"{}")
                 assert answer.status in (200, 400, 401), (path, answer.status)
+
+
+async def test_the_write_timeout_that_serve_was_given_reaches_the_sockets(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[float] = []
+    monkeypatch.setattr(connection, "_notice_silent_loss", lambda _sock, seconds: timeouts.append(seconds))
+    url = asyncio.get_running_loop().create_future()
+    async with serving() as served:
+        app, engine = served.server._config.app, served.engine
+        task = asyncio.create_task(serve(app, engine, port=0, write_timeout_s=7.0, on_ready=url.set_result))
+        port = int((await url).rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        while not timeouts:
+            await asyncio.sleep(0.01)
+        writer.close()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert timeouts == [7.0]

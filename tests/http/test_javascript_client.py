@@ -45,7 +45,7 @@ told.response = [response.status, response.usage.output_tokens, typeof response.
 
 told.models = (await client.models.list()).data.map(({ id }) => id);
 try {
-  await client.chat.completions.create({ ...asked, temperature: 9 });
+  await client.chat.completions.create({ ...asked, temperature: -1 });
 } catch (error) {
   told.error = [error.constructor.name, error.status, error.param, error.code, typeof error.requestID];
 }

@@ -38,6 +38,7 @@ class Finished:
     reason: FinishReason
     stop_reason: str | int | None
     usage: Usage
+    embedding: tuple[float, ...] | None = None  # the pooled hidden state, if asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ class Completion:
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> Completion:
@@ -116,4 +118,5 @@ class Completion:
             usage=finished.usage,
             logprobs=tuple(each for delta in deltas for each in delta.logprobs),
             prompt_logprobs=tuple(each for delta in deltas for each in delta.prompt_logprobs),
+            embedding=finished.embedding,
         )

@@ -63,6 +63,7 @@ class Request:
         "num_slots",
         "pages",
         "params",
+        "pooled",
         "prefill_committed",
         "priority",
         "prompt_logprobs",
@@ -112,6 +113,7 @@ class Request:
         # The first prompt position whose log-probability is still to come; None: none is asked for.
         self.next_scored = None if params.prompt_logprobs is None else max(1, params.logprob_start)
         self.prompt_logprobs: list[TokenLogprobs] = []  # as far as computed, until they are delivered
+        self.pooled: tuple[float, ...] | None = None  # hidden states, pooled as far as they are computed
         self.salt = salt
         self.priority = priority  # a higher one goes first, where the policy asks for it
         self.deadline = deadline  # when its time is over, on the step loop's clock
@@ -166,6 +168,8 @@ class Request:
     def longest_prefix(self) -> int:
         """Leading tokens that may come out of the cache: the last one is always computed, and whatever is scored."""
         num_ids = len(self.ids)
+        if self.params.pooling == "mean":
+            return 0
         if self.next_scored is None or self.next_scored >= self.num_prompt_tokens:
             return num_ids - 1
         return self.next_scored - 1
@@ -180,6 +184,20 @@ class Request:
         """The prompt's log-probabilities, once."""
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return taken
+
+    def add_pooled(self, vector: tuple[float, ...], *, starts: bool) -> None:
+        """Take in the pooled hidden states of one step. `starts`: of the prompt's first tokens, also after a retraction."""
+        if starts or self.pooled is None:
+            self.pooled = vector
+        else:
+            self.pooled = tuple(map(float.__add__, self.pooled, vector))
+
+    @property
+    def embedding(self) -> tuple[float, ...] | None:
+        """The pooled hidden state of the whole prompt, once it is computed."""
+        if self.pooled is None or self.params.pooling != "mean":
+            return self.pooled
+        return tuple(value / self.num_prompt_tokens for value in self.pooled)
 
     def move(self, state: RequestState) -> None:
         """Change state. Raises: MisuseError for a move that the table does not have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from .errors import RequestError, shown
 from .grammar_session import GrammarSpec
@@ -17,6 +18,7 @@ MAX_BIASES = 1024
 MAX_ALLOWED = 1 << 18
 MAX_PROCESSORS = 16
 MAX_LOGPROBS = 64
+Pooling = Literal["last", "mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class SamplingParams:
     `logprobs` k gives each token's log-probability and the k likeliest tokens', of the model's own logits: before all
     of the above and before the temperature. `prompt_logprobs` gives the same for the prompt's tokens from position
     `logprob_start` on; the first token of a prompt has none.
+
+    `pooling` brings the prompt's last hidden state, or the mean of all, behind the model's last norm; it draws nothing
+    (`max_tokens` 0).
 
     Raises: RequestError naming the field.
     """
@@ -64,6 +69,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_start: int = 0
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -127,6 +133,10 @@ class SamplingParams:
         object.__setattr__(self, "bad_words_ids", tuple(sequences))
         for token_id in self.allowed_token_ids:
             _integer("allowed_token_ids", token_id, low=0)
+        if self.pooling is not None and (self.pooling not in get_args(Pooling) or self.max_tokens != 0):
+            raise RequestError(
+                f"pooling is last or mean, with max_tokens 0, and not {shown(self.pooling)}", param="pooling"
+            )
         if self.structured_output is not None and not isinstance(self.structured_output, GrammarSpec):
             raise RequestError(
                 f"structured_output must be a GrammarSpec, not {shown(self.structured_output)}",
@@ -134,7 +144,9 @@ class SamplingParams:
             )
         for processor in self.logits_processors:
             if not callable(processor):
-                raise RequestError(f"logits_processors must be callable, not {shown(processor)}", param="logits_processors")
+                raise RequestError(
+                    f"logits_processors must be callable, not {shown(processor)}", param="logits_processors"
+                )
 
 
 _MOST = {

@@ -64,9 +64,20 @@ class ScriptedDraw:
         return [((wished - token_id) % size or size) / size for token_id in range(size)]
 
 
+def scripted_pooled(batch: ScheduleBatch) -> dict[int, tuple[float, ...]]:
+    """Of each pooled row two numbers: the sum of its tokens and how many they are, or the last token and one."""
+    ids = array("i", batch.extend_ids)
+    ends = [sum(batch.num_new[batch.num_decode : place + 1]) for place, _ in batch.pooled]
+    found: dict[int, tuple[float, ...]] = {}
+    for (place, sums), end in zip(batch.pooled, ends, strict=True):
+        tokens = ids[end - batch.num_new[place] : end] if sums else ids[end - 1 : end]
+        found[place] = (float(sum(tokens)), float(len(tokens)))
+    return found
+
+
 def scripted_prompt_logprobs(batch: ScheduleBatch) -> dict[int, tuple[TokenLogprobs, ...]]:
     """Of each scored token: a number that depends on it and on its position."""
-    found = {}
+    found: dict[int, tuple[TokenLogprobs, ...]] = {}
     for score in batch.scored:
         first = batch.num_prior[score.place] + score.first + 1
         top_ids = tuple(range(score.num_top))

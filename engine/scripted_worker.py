@@ -18,7 +18,7 @@ from ..streams.marks import DRAW, FORWARD, Marks, MarkSwitch
 from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
 from .scheduler.schedule_batch import ScheduleBatch
-from .scripted_draw import ScriptedDraw, scripted_prompt_logprobs
+from .scripted_draw import ScriptedDraw, scripted_pooled, scripted_prompt_logprobs
 from .scripted_lanes import TimerLane, TurnLane
 from .worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 
@@ -211,6 +211,7 @@ class ScriptedWorker:
             token_ids=tuple(token_ids),
             logprobs=logprobs,
             prompt_logprobs=scripted_prompt_logprobs(batch),
+            pooled=scripted_pooled(batch),
             row_errors=row_errors,
         )
 

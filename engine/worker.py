@@ -57,6 +57,7 @@ class StepOutcome:
     token_ids: tuple[int, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by position in rows
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by position in rows
+    pooled: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by position in rows
     row_errors: Mapping[int, str] = field(default_factory=dict)  # position in rows → why that row alone failed
 
 

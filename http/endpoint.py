@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from .course import Course
 from .failures import reported
-from .frames import Shape
+from .frames import Shape, WholeShape
 from .front import Front
 from .sse import SseResponse
 from .submission import Job, Urgency
@@ -89,8 +89,17 @@ def json_response(content: object, status: int = 200) -> Response:
 
 async def answer(front: Front, call: Call, shape: Shape, jobs: Sequence[Job], *, stream: bool) -> Response:
     """Generate `jobs` and answer with them in `shape`."""
-    prompts = [job.prompt_ids for job in jobs if job.counts_prompt]
-    course = call.course = Course(request_id=call.request_id, accepted_at=call.accepted_at, prompts=prompts)
     if stream:
-        return SseResponse(front, shape, jobs, course)
-    return await whole_answer(front, shape, jobs, call.request.receive, course)
+        return SseResponse(front, shape, jobs, _begun(call, jobs))
+    return await answer_whole(front, call, shape, jobs)
+
+
+async def answer_whole(front: Front, call: Call, shape: WholeShape, jobs: Sequence[Job]) -> Response:
+    """The same for an API that does not stream."""
+    return await whole_answer(front, shape, jobs, call.request.receive, _begun(call, jobs))
+
+
+def _begun(call: Call, jobs: Sequence[Job]) -> Course:
+    prompts = [job.prompt_ids for job in jobs if job.counts_prompt]
+    call.course = Course(request_id=call.request_id, accepted_at=call.accepted_at, prompts=prompts)
+    return call.course

@@ -36,6 +36,14 @@ class Collected:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
+class WholeShape(Protocol):
+    """What an API that does not stream makes of a request's choices."""
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        """The body of the answer."""
+        ...
+
+
 class Shape(Protocol):
     """What one API makes of a request's choices; made per request, so that ids and names are baked in."""
 

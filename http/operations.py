@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from .bodies import ChatBody, CompletionBody
 from .cache import FlushCacheBody, flush_cache
+from .embeddings import EmbeddingBody, ScoreBody, embeddings, score
 from .endpoint import Call, Handler, json_response
 from .front import Front
 from .native import (
@@ -62,6 +63,8 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(method="POST", path="/v1/completions", handler=completions, body=CompletionBody, streams=True),
     Operation(method="POST", path="/v1/chat/completions", handler=chat_completions, body=ChatBody, streams=True),
     Operation(method="POST", path="/v1/responses", handler=responses, body=ResponsesBody, streams=True),
+    Operation(method="POST", path="/v1/embeddings", handler=embeddings, body=EmbeddingBody),
+    Operation(method="POST", path="/v1/score", handler=score, body=ScoreBody),
     Operation(method="POST", path="/generate", handler=generate, body=GenerateBody, streams=True),
     Operation(method="POST", path="/tokenize", handler=tokenize, body=TokenizeBody),
     Operation(method="POST", path="/detokenize", handler=detokenize, body=DetokenizeBody),

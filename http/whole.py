@@ -12,7 +12,7 @@ from starlette.types import Receive
 from ..engine.outputs import End, Finished, TokenLogprobs
 from .course import Course
 from .disconnect import watching
-from .frames import Collected, Shape
+from .frames import Collected, WholeShape
 from .front import Front
 from .submission import Job, Submission, count_end, error_of, total_usage
 
@@ -72,7 +72,9 @@ class Countdown:
             self.is_over.set()
 
 
-async def whole_answer(front: Front, shape: Shape, jobs: Sequence[Job], receive: Receive, course: Course) -> Response:
+async def whole_answer(
+    front: Front, shape: WholeShape, jobs: Sequence[Job], receive: Receive, course: Course
+) -> Response:
     """Submit `jobs` and wait for all of them. A client that hangs up takes them with it.
 
     Raises: what the engine refuses them with, or what one of them failed with.

@@ -147,6 +147,7 @@ class CudaStep:
         # Decode graphs count on from here; every other step says where its rows stand.
         parts.runner.row_state.lengths.index_copy_(0, batch.rows.long(), batch.seq_lens)
         self._extras.score_prompts(parts.runner.model, output.hidden)
+        self._extras.pool(parts.runner.model, output.hidden)
         if batch.num_samples:
             self._drawable = Drawable(
                 logits=output.logits,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..sampling.logit_changes import LogitChanges
+from ..sampling.logprobs import SLICE_POSITIONS
 from ..worker import SampleInputs, StepOutcome
 from .step_scores import DrawScoring, PromptScoring
 
@@ -36,6 +38,7 @@ class StepExtras:
         self._prompts = PromptScoring.of(batch)
         self._prompts_block = None if self._prompts is None else stage(slot, self._prompts.packed)
         self._prompt_scores: torch.Tensor | None = None
+        self._pooled: torch.Tensor | None = None
         self._draws: DrawScoring | None = None
         self._draws_block: torch.Tensor | None = None
         self._draw_scores: torch.Tensor | None = None
@@ -47,6 +50,20 @@ class StepExtras:
     @property
     def changes_logits(self) -> bool:
         return self._changes is not None
+
+    def pool(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
+        """Behind the forward: the hidden states that were asked for, a vector a row. Shapes: hidden [T, hidden size]."""
+        if not self._batch.pooled:
+            return
+        starts = (0, *accumulate(self._batch.num_new))
+        vectors = []
+        for place, sums in self._batch.pooled:
+            rows = (
+                hidden[starts[place] : starts[place + 1]] if sums else hidden[starts[place + 1] - 1 : starts[place + 1]]
+            )
+            parts = rows.split(SLICE_POSITIONS)
+            vectors.append(torch.stack([model.norm(part).float().sum(0) for part in parts]).sum(0))
+        self._pooled = torch.stack(vectors)
 
     def score_prompts(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
         """Behind the forward. Shapes: hidden [T, hidden size]."""
@@ -86,6 +103,7 @@ class StepExtras:
         """Bring the scores to the host. Asynchronous."""
         self._prompt_scores = _on_host(self._prompt_scores)
         self._draw_scores = _on_host(self._draw_scores)
+        self._pooled = _on_host(self._pooled)
 
     def outcome(self, token_ids: tuple[int, ...], row_errors: Mapping[int, str]) -> StepOutcome:
         """The step's outcome, with what was asked for in it."""
@@ -96,8 +114,17 @@ class StepExtras:
             logprobs = self._draws.read(self._draw_scores.tolist(), token_ids)
         if self._row_errors:
             row_errors = {**row_errors, **self._row_errors}
+        pooled = {}
+        if self._pooled is not None:
+            pooled = {
+                row.place: tuple(values) for row, values in zip(self._batch.pooled, self._pooled.tolist(), strict=True)
+            }
         return StepOutcome(
-            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, row_errors=row_errors
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
+            row_errors=row_errors,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from ..request import Request
-from .schedule_batch import PromptScores, RowStart, ScheduleBatch
+from .schedule_batch import PooledRow, PromptScores, RowStart, ScheduleBatch
 
 
 class Lineup:
@@ -38,10 +38,14 @@ class Lineup:
         ids = array("i")
         starts: list[RowStart] = []
         scored: list[PromptScores] = []
+        pooled: list[PooledRow] = []
         for request, num_tokens, does_sample in self.extends:
             start = request.num_planned
             if request.next_scored is not None:
                 scored += _scores(request, len(rows), start, start + num_tokens)
+            pooling = request.params.pooling
+            if pooling is not None and (pooling == "mean" or start + num_tokens == len(request.ids)):
+                pooled.append(PooledRow(len(rows), pooling == "mean"))
             rows.append(request.row)
             prior.append(start)
             num_new.append(num_tokens)
@@ -68,6 +72,7 @@ class Lineup:
             table_pages=table_pages,
             starts=tuple(starts),
             scored=tuple(scored),
+            pooled=tuple(pooled),
         )
         return batch, members
 

@@ -43,6 +43,13 @@ class PromptScores(NamedTuple):
     num_top: int  # likeliest ids at each position beside
 
 
+class PooledRow(NamedTuple):
+    """A row whose hidden states of this step are brought home as one vector: summed over its tokens, or the last one's."""
+
+    place: int  # position in `rows`
+    sums: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBatch:
     """One step. Decode rows come first, extend rows after them; every column has one entry a row.
@@ -65,6 +72,7 @@ class ScheduleBatch:
     table_pages: bytes
     starts: tuple[RowStart, ...]
     scored: tuple[PromptScores, ...] = ()
+    pooled: tuple[PooledRow, ...] = ()
 
     @property
     def mode(self) -> ForwardMode:

@@ -269,6 +269,8 @@ class Scheduler:
                 continue
             if index in outcome.prompt_logprobs:
                 request.add_scores(outcome.prompt_logprobs[index])
+            if index in outcome.pooled:
+                request.add_pooled(outcome.pooled[index], starts=batch.num_prior[index] == 0)
             if index >= batch.num_decode:
                 request.num_prefilled = batch.num_prior[index] + batch.num_new[index]
                 request.prefill_committed = samples
@@ -324,7 +326,7 @@ class Scheduler:
         return Update(request, (token_id,), text, None)
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> Finished:
-        end = Finished(reason=reason, stop_reason=stop_reason, usage=request.usage)
+        end = Finished(reason=reason, stop_reason=stop_reason, usage=request.usage, embedding=request.embedding)
         self._end(request, RequestState.FINISHED, keep=True)
         return end
 

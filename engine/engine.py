@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from ..streams.marks import MarkSwitch
 from .cache.radix_node import CacheEvent
@@ -16,7 +17,7 @@ from .grammar_store import GrammarStore
 from .opening import make_scheduler, open_grammars, open_model
 from .outputs import Completion, Failed, Sink
 from .request import Request
-from .request_builder import RequestBuilder, checked_deadline
+from .request_builder import RequestBuilder, checked_deadline, checked_params
 from .request_handle import RequestHandle as RequestHandle
 from .sampling_params import SamplingParams
 from .scheduler.scheduler import Scheduler, SchedulerStats
@@ -272,31 +273,29 @@ class Engine:
         )
 
     async def complete(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> Completion:
         """The whole answer, without a wake for each token. Raises as `generate` does; cancelling it aborts the request."""
         async with self._stream(
-            prompt, params, whole=True, request_id=request_id, priority=0, deadline_s=None
+            prompt, params, whole=True, request_id=request_id, priority=priority, deadline_s=deadline_s
         ) as stream:
             return Completion.of([delta async for delta in stream])
 
     def _stream(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None,
-        *,
-        whole: bool,
-        request_id: str | None,
-        priority: int,
-        deadline_s: float | None,
+        self, prompt: str | Sequence[int], params: SamplingParams | None, *, whole: bool, **options: Any
     ) -> TokenStream:
         async def submit(sink: Sink) -> RequestHandle:
             self._accepting()  # before a long text is encoded for nothing
+            checked = checked_params(params)
             ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-            grammar = await self.compile_grammar(params)
-            return self.submit(
-                ids, params, sink, request_id=request_id, priority=priority, deadline_s=deadline_s, grammar=grammar
-            )
+            grammar = await self.compile_grammar(checked)
+            return self.submit(ids, checked, sink, grammar=grammar, **options)
 
         return TokenStream(submit, whole=whole)
 
@@ -337,7 +336,7 @@ class Engine:
         loop = self._started_loop()
         request = self._builder.build(
             prompt_ids,
-            params if params is not None else SamplingParams(),
+            checked_params(params),
             sink,
             request_id=request_id,
             salt=salt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from ..streams.marks import MarkSwitch
@@ -28,11 +29,10 @@ class OpenedModel(NamedTuple):
 
 async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
     """Find the model, read its texts, and make the worker for this machine's device. Raises: ConfigError."""
-    from .forward.tp_worker import TpWorker
-    from .loader.model_source import resolve_model
-
+    # Importing torch takes a second or two: not on the loop, which answers /health meanwhile.
+    tp_worker, model_source = await asyncio.to_thread(_import_device_side)
     needs_weights = config.load_format != "dummy"
-    found = await asyncio.to_thread(resolve_model, config.model, needs_weights=needs_weights)
+    found = await asyncio.to_thread(model_source.resolve_model, config.model, needs_weights=needs_weights)
     tokenizer, chat_template = None, None
     if not config.skip_tokenizer:
         tokenizer = await asyncio.to_thread(TextTokenizer.load, found.path)
@@ -40,7 +40,14 @@ async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
         if config.chat_template is not None:
             source = await asyncio.to_thread(_read_template, config.chat_template)
             chat_template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
-    return OpenedModel(TpWorker(config, found.path, marks), found.name, tokenizer, chat_template)
+    return OpenedModel(tp_worker.TpWorker(config, found.path, marks), found.name, tokenizer, chat_template)
+
+
+def _import_device_side() -> tuple[ModuleType, ModuleType]:
+    from .forward import tp_worker
+    from .loader import model_source
+
+    return tp_worker, model_source
 
 
 def open_grammars(config: EngineConfig, tokenizer: TextTokenizer | None, limits: WorkerLimits) -> GrammarStore:

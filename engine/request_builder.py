@@ -180,6 +180,15 @@ class RequestBuilder:
         return TextStream(detokenizer, params.stop, includes_stop=params.include_stop_str_in_output)
 
 
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    """The defaults for None. Raises: RequestError for anything that is no SamplingParams."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, not {shown(params)}", param="params")
+    return params
+
+
 def checked_deadline(deadline_s: object) -> float:
     """Raises: RequestError unless it is a number of seconds from 0 upwards."""
     if (

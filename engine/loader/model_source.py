@@ -47,10 +47,10 @@ def resolve_model(name: str, *, say: Callable[[str], None] = say_on_stderr, need
     if path.suffix == ".gguf":
         return _from_gguf(path, say)
     if path.is_file():
-        raise ConfigError(f"--model {name!r} is a file but no .gguf; {_ACCEPTED}", field="model")
+        raise ConfigError(f"model {name!r} is a file but no .gguf; {_ACCEPTED}", field="model")
     if _HUB_ID.fullmatch(name):
         return ModelFolder(path=_from_hub(name, say), name=name)
-    raise ConfigError(f"--model {name!r} was not found; {_ACCEPTED}", field="model")
+    raise ConfigError(f"model {name!r} was not found; {_ACCEPTED}", field="model")
 
 
 def _check_folder(folder: Path, *, needs_weights: bool) -> None:
@@ -98,7 +98,7 @@ def _from_hub(name: str, say: Callable[[str], None]) -> Path:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"--model {name!r} is no local folder, and the hub did not give it: {reason}; {_ACCEPTED}",
+            f"model {name!r} is no local folder, and the hub did not give it: {reason}; {_ACCEPTED}",
             field="model",
         ) from error
     _check_folder(folder, needs_weights=True)

@@ -178,3 +178,12 @@ async def test_an_id_is_made_for_who_gives_none(scripted, recorder) -> None:
         assert engine.submit([1], SamplingParams(max_tokens=1), recorder(), request_id="mine").request_id == "mine"
         await sink.has_end.wait()
         assert isinstance(sink.ends[0], Finished)
+
+
+async def test_parameters_of_another_type_are_refused_by_name(scripted) -> None:
+    async with scripted() as engine:
+        with pytest.raises(RequestError, match="params must be SamplingParams") as caught:
+            await engine.complete([1], {"max_tokens": 3})
+        assert caught.value.param == "params"
+        answer = await engine.complete([1], SamplingParams(max_tokens=2), priority=3, deadline_s=5.0)
+        assert answer.finish_reason == "length"

@@ -82,6 +82,9 @@ def serve(
         str | None, typer.Option(envvar="SLIPSTREAM_ADMIN_KEY", help="Opens the routes that act on others' requests.")
     ] = None,
     allowed_origins: Annotated[list[str], typer.Option(help="Web pages that may call: CORS; may be given again.")] = [],  # noqa: B006
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send a span of each request to this OTLP/HTTP collector.")
+    ] = None,
     drain_timeout_s: Annotated[float, typer.Option(min=0, help="Seconds that live requests get after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models."""
@@ -91,6 +94,7 @@ def serve(
     from .http.app import create_app
     from .http.server import serve as serve_app
     from .http.text_process import TextProcess
+    from .http.tracing import RequestSpans
     from .profiling.recorder import Recorder
 
     engine = Engine(config)
@@ -105,6 +109,7 @@ def serve(
         settings=limits,
         text_process=text_process,
         recorder=Recorder(engine),
+        spans=RequestSpans.exported_to(otlp_traces_endpoint) if otlp_traces_endpoint else None,
     )
     typer.echo(f"slipstream: loading {config.model}")
     _log_to_stderr()

@@ -27,6 +27,7 @@ from .settings import FrontSettings
 from .step_times import StepTimes
 from .stream_interval import StreamInterval
 from .text_process import TextProcess
+from .tracing import RequestSpans
 from .web_page import page_routes
 
 PAGE_ROUTES = page_routes()
@@ -49,6 +50,7 @@ def create_app(
     settings: FrontSettings | None = None,
     text_process: TextProcess | None = None,
     recorder: Recorder | None = None,
+    spans: RequestSpans | None = None,
 ) -> Starlette:
     """The app over `engine`, which may still be unstarted: until it is ready /health says 200 and all else 503.
 
@@ -56,6 +58,7 @@ def create_app(
     With `api_key` every path but the probes, /metrics and the page's files wants it as a bearer token; paths that act on other
     clients' requests, or record them with `recorder`, want `admin_key` and do not exist without one.
     `text_process` takes in large bodies once its owner has started it; without one, bodies above 1 MiB are refused.
+    `spans` writes a trace of each request.
     """
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
     names = names or (engine.model_name,)
@@ -74,6 +77,7 @@ def create_app(
         progress=Progress(settings.stuck_after_s),
         log=RequestLog(shows_prompts=settings.log_prompts),
         recorder=recorder,
+        spans=spans,
     )
     step_times.attach(engine)
     keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())

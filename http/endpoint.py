@@ -81,6 +81,8 @@ class Endpoint:
                 response.headers["x-request-id"] = call.request_id
         await response(scope, receive, send)
         self._front.log.write(self._front, call, scope["path"], response.status_code)
+        if self._front.spans is not None:
+            self._front.spans.write(call, scope["path"], response.status_code)
 
 
 def json_response(content: object, status: int = 200) -> Response:

@@ -20,6 +20,7 @@ from .turnstile import Turnstile
 
 if TYPE_CHECKING:
     from .text_process import TextProcess
+    from .tracing import RequestSpans
 
 
 class Recorder(Protocol):
@@ -55,6 +56,7 @@ class Front:
     progress: Progress
     log: RequestLog
     text_process: TextProcess | None = None
+    spans: RequestSpans | None = None
     turnstile: Turnstile = field(default_factory=Turnstile)
     step_times: StepTimes
     recorder: Recorder | None = None

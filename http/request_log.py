@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream.http")
 MAX_PROMPT_TOKENS = 500
 QUIET_BELOW = 400
+PROBES = frozenset({"/health", "/ready"})  # asked all the time, and often with 503
 
 
 class RequestLog:
@@ -27,7 +28,8 @@ class RequestLog:
 
     def write(self, front: Front, call: Call, path: str, status: int) -> None:
         """The response has been sent, or its client is gone."""
-        level = logging.DEBUG if call.course is None and status < QUIET_BELOW else logging.INFO
+        is_quiet = call.course is None and (status < QUIET_BELOW or path in PROBES)
+        level = logging.DEBUG if is_quiet else logging.INFO
         if not log.isEnabledFor(level):
             return
         fields: dict[str, object] = {

@@ -12,8 +12,6 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from tokenizers import Tokenizer
-
 from ..engine.errors import RequestError
 from ..engine.text.chat_template import ChatTemplate
 from ..engine.text.tokenization import TextTokenizer
@@ -40,8 +38,9 @@ class ReadyTexts:
         made_from, source = settings
         tokenizer = None
         if made_from is not None:
-            backend = Tokenizer.from_str(made_from["json"])
-            tokenizer = TextTokenizer(backend, special_tokens=made_from["special_tokens"], eos_ids=made_from["eos_ids"])
+            tokenizer = TextTokenizer.from_json(
+                made_from["json"], special_tokens=made_from["special_tokens"], eos_ids=made_from["eos_ids"]
+            )
         special_tokens = tokenizer.special_tokens if tokenizer is not None else None
         template = None if source is None else ChatTemplate(source, special_tokens=special_tokens)
         return cls(tokenizer, template)

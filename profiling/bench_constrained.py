@@ -13,6 +13,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..engine.engine import Engine
@@ -83,14 +84,14 @@ async def run(model: str, *, rows: int, tokens: int, rounds: int) -> None:
                 print(f"{int(overlap):>5} {count:>11} {rate:>9.1f} {host:>12.3f}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     asyncio.run(run(args.model, rows=args.rows, tokens=args.tokens, rounds=args.rounds))
 
 

@@ -134,9 +134,7 @@ class LlguidanceSession:
                 return False
             self._over_by = 1
             return True
-        if self._matcher.is_stopped() or self._matcher.try_consume_tokens([token_id]) != 1:
-            return False
-        return True
+        return not (self._matcher.is_stopped() or self._matcher.try_consume_tokens([token_id]) != 1)
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens - self._over_by)

@@ -62,6 +62,13 @@ class TextTokenizer:
             chat_template=files.chat_template,
         )
 
+    @classmethod
+    def from_json(
+        cls, source: str, *, special_tokens: Mapping[str, str] | None = None, eos_ids: frozenset[int] = frozenset()
+    ) -> TextTokenizer:
+        """A tokenizer from its JSON, as `backend.to_str()` gives it: for a process that is handed one."""
+        return cls(Tokenizer.from_str(source), special_tokens=special_tokens, eos_ids=eos_ids)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a short text, on the caller's thread.
 

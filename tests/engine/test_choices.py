@@ -27,7 +27,9 @@ def computed_positions(script, first_of):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 async def test_the_whole_pages_of_a_prompt_are_computed_once_for_all_choices(scripted, overlap, page_size):
     script = Script(records=True)
-    engine = scripted(script, overlap=overlap, page_size=page_size, num_pages=1024 // page_size, chunked_prefill_size=32)
+    engine = scripted(
+        script, overlap=overlap, page_size=page_size, num_pages=1024 // page_size, chunked_prefill_size=32
+    )
     async with engine:
         params = [SamplingParams(max_tokens=6, seed=seed) for seed in range(5)]
         answers = await asyncio.gather(*(engine.complete(PROMPT, how) for how in params))

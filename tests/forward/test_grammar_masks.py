@@ -54,9 +54,7 @@ async def answers(folder, tokenizer, *, overlap, backend):
             )
             for number in range(24)
         ]
-        return await asyncio.gather(
-            *(running.complete([5 + number, 9, 11], how) for number, how in enumerate(params))
-        )
+        return await asyncio.gather(*(running.complete([5 + number, 9, 11], how) for number, how in enumerate(params)))
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])

@@ -47,7 +47,7 @@ def logits():
     return torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
 
 
-HISTORIES = [PROMPT + [1, 2, 1], PROMPT + [7, 7, 7], PROMPT + [250, 9, 11]]
+HISTORIES = [[*PROMPT, 1, 2, 1], [*PROMPT, 7, 7, 7], [*PROMPT, 250, 9, 11]]
 
 
 def test_the_repetition_penalty_is_transformers(logits):

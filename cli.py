@@ -83,7 +83,7 @@ def serve(
     ] = None,
     allowed_origins: Annotated[list[str], typer.Option(help="Web pages that may call: CORS; may be given again.")] = [],  # noqa: B006
     otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(help="Send a span of each request to this OTLP/HTTP collector.")
+        str | None, typer.Option(help="An OTLP/HTTP collector for a span a request.")
     ] = None,
     drain_timeout_s: Annotated[float, typer.Option(min=0, help="Seconds that live requests get after SIGTERM.")] = 30.0,
 ) -> None:

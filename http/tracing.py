@@ -38,11 +38,10 @@ class RequestSpans:
         self._propagate = _module("opentelemetry.propagate")
         self._trace = _module("opentelemetry.trace")
         self._tracer = self._trace.get_tracer(NAME, tracer_provider=provider)
-        self._provider = provider
 
     @classmethod
     def exported_to(cls, endpoint: str) -> RequestSpans:
-        """Spans go to a collector, by OTLP over HTTP, in a thread of the exporter's own.
+        """Spans go to a collector, by OTLP over HTTP, in a thread of the exporter's own; at exit it sends what is left.
 
         Raises: ConfigError if the packages are not installed.
         """
@@ -73,11 +72,6 @@ class RequestSpans:
             if course.error is not None:
                 span.set_status(self._trace.StatusCode.ERROR)
         span.end(end_ns)
-
-    def close_blocking(self) -> None:
-        """Export what is still here."""
-        if self._provider is not None:
-            self._provider.shutdown()
 
 
 def _module(name: str) -> ModuleType:

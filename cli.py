@@ -82,9 +82,7 @@ def serve(
         str | None, typer.Option(envvar="SLIPSTREAM_ADMIN_KEY", help="Opens the routes that act on others' requests.")
     ] = None,
     allowed_origins: Annotated[list[str], typer.Option(help="Web pages that may call: CORS; may be given again.")] = [],  # noqa: B006
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(help="An OTLP/HTTP collector for a span a request.")
-    ] = None,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Trace each request to this collector.")] = None,
     drain_timeout_s: Annotated[float, typer.Option(min=0, help="Seconds that live requests get after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models."""

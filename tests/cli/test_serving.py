@@ -83,6 +83,14 @@ def test_names_and_keys_reach_the_front(served: Served) -> None:
     assert (answer["model"], answer["choices"][0]["text"]) == ("letters", "zab")
 
 
+def test_a_large_body_goes_through_the_process_that_serve_owns(served: Served) -> None:
+    body = json.dumps({"prompt": "a" * 1_200_000, "max_tokens": 1})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        served.post("/v1/completions", body)
+    assert json.loads(caught.value.read())["error"]["code"] == "context_length_exceeded", "read, not refused by its size"
+    caught.value.close()
+
+
 def test_sigterm_ends_it_in_order(served: Served) -> None:
     assert served.stop(signal.SIGTERM) == 0
 

@@ -10,14 +10,14 @@ MAX_HOLD_S = 0.05  # text is never kept back longer, whatever the interval
 LOOK_EVERY_S = 0.1
 CALM_S = 1.0  # after a rise, before the interval may fall again
 MOST_LATE = 0.5  # share of steps whose results were there before the loop asked for them
-FEW_WRITES = 0.1  # share of the time: with less, other frames would change nothing
+MUCH_WRITING = 0.6  # share of the time: below that every token may still have its frame, at some cost to the steps
 
 
 class StreamInterval:
     """The number of tokens that a stream waits for before it writes.
 
     By itself it is steered by what the steps show. Where most results are there before the loop asks for them, the loop
-    is what everybody waits for, and if writing takes much of it, the interval rises. It falls again when the loop waits
+    is what everybody waits for, and if it does little but write, the interval rises. It falls again when the loop waits
     for the steps long enough to write the frames that would come on top. An operator may fix it.
     """
 
@@ -46,7 +46,7 @@ class StreamInterval:
 
     def adjust(self, late: float, waiting: float, writing: float, now: float) -> None:
         """Follow the last while: the share of steps that were late, the shares of time spent waiting and writing."""
-        if late > MOST_LATE and writing > FEW_WRITES:
+        if late > MOST_LATE and writing > MUCH_WRITING:
             self._num_late_looks += 1
             if self._num_late_looks > 1:  # one alone may be a burst of new requests
                 self.tokens = min(self.tokens + 1, self._most())

@@ -59,7 +59,7 @@ def steps_of(step_s: float) -> StepTimes:
     return times
 
 
-LATE = {"late": 0.9, "waiting": 0.0, "writing": 0.5}
+LATE = {"late": 0.9, "waiting": 0.0, "writing": 0.7}
 FREE = {"late": 0.1, "waiting": 0.6, "writing": 0.1}
 
 
@@ -83,7 +83,7 @@ def test_the_interval_rises_while_the_loop_is_late_and_falls_when_it_has_time_ag
 def test_a_loop_that_is_late_for_other_reasons_writes_every_token() -> None:
     interval = StreamInterval("auto", steps_of(0.002))
     for turn in range(9):
-        interval.adjust(late=1.0, waiting=0.0, writing=0.05, now=turn)
+        interval.adjust(late=1.0, waiting=0.0, writing=0.5, now=turn)
     assert interval.tokens == 1
 
 
@@ -104,11 +104,11 @@ def test_it_looks_at_what_the_steps_did_since_it_looked_before() -> None:
         for _ in range(50):  # steps that end at once: the loop is always late
             for name in ("launch", "await", "commit"):
                 times.end(times.start(name, look * 50 + _, 0, 1))
-        interval.look(100.0 + 0.2 * look, 0.1 * look)
-        fixed.look(100.0 + 0.2 * look, 0.1 * look)
+        interval.look(100.0 + 0.2 * look, 0.15 * look)
+        fixed.look(100.0 + 0.2 * look, 0.15 * look)
     assert interval.tokens > 1
     assert fixed.tokens == 3
-    interval.look(100.9, 0.5)
+    interval.look(100.9, 0.65)
     risen = interval.tokens
     interval.look(200.0, 50.0)  # after a pause
     assert interval.tokens == risen

@@ -15,7 +15,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "stones"}], "ma
 
 
 async def test_a_deadline_cuts_an_answer_like_a_length_and_says_why(serving: Any) -> None:
-    async with serving(SLOW) as served:
+    async with serving(SLOW, num_pages=1024) as served:  # room for all three at once
         whole, streamed, native = await asyncio.gather(
             served.post("/v1/completions", {**LONG, "deadline_s": 0.15}),
             served.post("/v1/chat/completions", {**CHAT, "ignore_eos": True, "deadline_s": 0.15, "stream": True}),
@@ -30,6 +30,7 @@ async def test_a_deadline_cuts_an_answer_like_a_length_and_says_why(serving: Any
     last = streamed.events[-2]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("length", "deadline")
     assert streamed.events[-1] == "[DONE]"
+    assert native.status == 200, native.body
     assert native.json["meta_info"]["finish_reason"]["type"] == "deadline"
 
 

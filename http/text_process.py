@@ -47,9 +47,14 @@ class TextProcess:
         return self._settings is not None
 
     async def start(self, tokenizer: TextTokenizer | None, chat_template: ChatTemplate | None) -> None:
-        """Start the child with these; returns when it is ready."""
+        """Start the child with these; returns when it is ready. If it dies meanwhile, the next job tries again."""
         settings = await asyncio.to_thread(_packed_settings, tokenizer, chat_template)
-        await self._spawn(settings)
+        try:
+            await self._spawn(settings)
+        except Overloaded:
+            # The server answers everybody else already: it does not go down for this.
+            self.num_deaths += 1
+            log.error("the text process did not start; the next large request starts another")
         self._settings = settings
 
     async def aclose(self) -> None:

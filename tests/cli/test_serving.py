@@ -87,7 +87,9 @@ def test_a_large_body_goes_through_the_process_that_serve_owns(served: Served) -
     body = json.dumps({"prompt": "a" * 1_200_000, "max_tokens": 1})
     with pytest.raises(urllib.error.HTTPError) as caught:
         served.post("/v1/completions", body)
-    assert json.loads(caught.value.read())["error"]["code"] == "context_length_exceeded", "read, not refused by its size"
+    assert json.loads(caught.value.read())["error"]["code"] == "context_length_exceeded", (
+        "read, not refused by its size"
+    )
     caught.value.close()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -166,6 +167,21 @@ async def test_a_child_that_dies_fails_its_job_and_is_replaced(text_process: Tex
     assert (len(prompts), getattr(body, "prompt", None)) == (1, "")
     assert text_process._child.pid != first
     assert text_process.num_deaths == 1
+
+
+async def test_a_child_that_dies_while_it_starts_is_replaced_for_the_next_job(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is ready by then and answers everybody else: it must not go down with its text process."""
+    process = TextProcess()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        await process.start(tokenizer, tokenizer.chat_template)
+    assert process.is_ready
+    assert process.num_deaths == 1
+    _, prompts = await process.take_in("completions", json.dumps({"prompt": WORDS}).encode())
+    assert len(prompts[0]) > 1000
+    await process.aclose()
 
 
 async def test_a_job_that_is_cancelled_leaves_no_answer_behind(text_process: TextProcess) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from asyncio import get_running_loop
 from collections.abc import Sequence
 
 from .errors import MisuseError, RequestCancelled
@@ -17,17 +16,29 @@ class Outbox:
     Its size is bounded by the request's own limits: a slow consumer gets one larger delta, not a longer queue.
     """
 
-    __slots__ = ("_end", "_logprobs", "_pieces", "_prompt_logprobs", "_token_ids", "_waiter", "_whole")
+    __slots__ = (
+        "_end",
+        "_has_more",
+        "_logprobs",
+        "_loop",
+        "_pieces",
+        "_prompt_logprobs",
+        "_token_ids",
+        "_waiter",
+        "_whole",
+    )
 
     def __init__(self, *, whole: bool = False) -> None:
         """`whole`: the consumer wants everything at once, and is not woken before the end."""
         self._whole = whole
         self._token_ids: list[int] = []
+        self._has_more = False  # something beside the ids below
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._end: End | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # the consumer's
 
     def push(
         self,
@@ -36,13 +47,14 @@ class Outbox:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        self._token_ids.extend(token_ids)
-        if logprobs:
-            self._logprobs.extend(logprobs)
-        if prompt_logprobs:
-            self._prompt_logprobs = tuple(prompt_logprobs)
-        if text:
-            self._pieces.append(text)
+        self._token_ids += token_ids
+        if text or logprobs or prompt_logprobs:
+            self._has_more = True
+            if text:
+                self._pieces.append(text)
+            self._logprobs += logprobs
+            if prompt_logprobs:
+                self._prompt_logprobs = tuple(prompt_logprobs)
         waiter = self._waiter
         if waiter is not None and not self._whole:
             self._waiter = None
@@ -68,7 +80,9 @@ class Outbox:
             raise MisuseError("two tasks wait for the tokens of one request")
         token_ids, end = self._token_ids, self._end
         while end is None and (self._whole or not token_ids):
-            waiter = self._waiter = get_running_loop().create_future()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            waiter = self._waiter = self._loop.create_future()
             try:
                 await waiter
             except BaseException:
@@ -83,15 +97,13 @@ class Outbox:
                 raise RequestCancelled("the request was aborted")
         ids = tuple(token_ids)
         token_ids.clear()
-        text = ""
-        if self._pieces:
-            text = "".join(self._pieces)
-            self._pieces.clear()
-        finished = end if isinstance(end, Finished) else None
-        if not self._logprobs and not self._prompt_logprobs:
+        if end is None and not self._has_more:
             # What a NamedTuple's own constructor does, at half its cost: this is made for every token of every stream.
-            return tuple.__new__(Delta, (ids, text, finished, (), ()))
-        delta = Delta(ids, text, finished, tuple(self._logprobs), self._prompt_logprobs)
+            return tuple.__new__(Delta, (ids, "", None, (), ()))
+        finished = end if isinstance(end, Finished) else None
+        delta = Delta(ids, "".join(self._pieces), finished, tuple(self._logprobs), self._prompt_logprobs)
+        self._has_more = False
+        self._pieces.clear()
         self._logprobs.clear()
         self._prompt_logprobs = ()
         return delta

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,7 +89,7 @@ class Front:
         if not engine.state.is_ready:
             raise EngineDead("the engine has stopped")
 
-    def abort(self, request_ids: Sequence[str]) -> int:
+    def abort(self, request_ids: Collection[str]) -> int:
         """Abort the named requests; their clients get an error ending. Returns how many were alive."""
         found = [alive for name in request_ids for alive in self.live.get(name, ())]
         for alive in found:

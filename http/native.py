@@ -183,8 +183,16 @@ async def abort_request(front: Front, call: Call) -> Response:
     body = checked(AbortBody, await read_json(call.request, front.settings))
     if body.rid is None and not body.abort_all:
         raise RequestError("give a rid or abort_all", param="rid")
-    names = list(front.live) if body.abort_all else [body.rid or ""]
+    names = set(front.live) if body.abort_all else {body.rid or "", _plain_id(body.rid or "")}
     return json_response({"num_aborted": front.abort(names)})
+
+
+def _plain_id(shown: str) -> str:
+    """A request's id without what the OpenAI shapes put before it: clients know it only with that."""
+    for prefix in ("chatcmpl-", "cmpl-", "resp_"):
+        if shown.startswith(prefix):
+            return shown.removeprefix(prefix)
+    return shown
 
 
 class NativeShape(PlainEnding):

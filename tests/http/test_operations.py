@@ -109,7 +109,7 @@ async def test_aborting_others_requests_takes_the_admin_key(serving: Any) -> Non
         await stream.read_until(lambda answer: b"data:" in answer.body)
         refused = await served.post("/abort_request", {"rid": "mine"}, authorization="Bearer user")
         assert refused.status == 401
-        done = await served.post("/abort_request", {"rid": "mine"}, authorization="Bearer root")
+        done = await served.post("/abort_request", {"rid": "cmpl-mine"}, authorization="Bearer root")
         assert done.json == {"num_aborted": 1}
         assert (await stream.answer()).events[-1]["error"]["code"] == "aborted"
         again = await served.post("/abort_request", {"rid": "mine"}, authorization="Bearer root")

@@ -9,7 +9,6 @@ Everything a step needs beyond the block is on the device already: lengths, next
 
 from __future__ import annotations
 
-import time
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -101,16 +100,13 @@ class DecodeGraphRunner:
         self._shipped: tuple[int, ...] | None = None  # rows that the block holds, with no writes
         self.num_hits = 0
         self.num_misses = 0
-        self.capture_s = 0.0
 
     def capture_blocking(self, pool: GraphPool) -> None:
         """Capture every bucket, largest first. Stops the host; called once, before the first step."""
-        started = time.perf_counter()
         for num_rows in reversed(decode_buckets(self._max_rows)):
             self._buckets.insert(0, self._capture(num_rows, pool))
         # Warm-up and capture ran real prologues over row 0.
         self._row_state.lengths.zero_()
-        self.capture_s = time.perf_counter() - started
 
     def can_run(self, batch: ScheduleBatch) -> bool:
         """Whether a graph serves this step; counted."""

@@ -11,7 +11,6 @@ position 0 and slot 0 (page 0 is nobody's), and no attention.
 
 from __future__ import annotations
 
-import gc
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -139,17 +138,11 @@ class PrefillGraphRunner:
                 backends.append(self._attention.decode)
             for backend in dict.fromkeys(backends):
                 backend.graph_state(largest, self._page_table)
-        # Each capture collects garbage: let it not look at everything that lives already.
-        gc.collect()
-        gc.freeze()
-        try:
-            with torch.inference_mode():
-                for size in reversed(prefill_buckets(self._tokens.capacity)):
-                    for kind, sizes in self._sizes.items():
-                        if size in sizes:
-                            self._graphs[kind, size] = self._capture(kind, size, pool)
-        finally:
-            gc.unfreeze()
+        with torch.inference_mode():
+            for size in reversed(prefill_buckets(self._tokens.capacity)):
+                for kind, sizes in self._sizes.items():
+                    if size in sizes:
+                        self._graphs[kind, size] = self._capture(kind, size, pool)
         self.capture_s = time.perf_counter() - started
 
     def can_run(self, batch: ForwardBatch) -> bool:

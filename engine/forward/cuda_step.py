@@ -7,22 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import EngineDead, StepFailed
 from ..sampling.cuda_sampler import CudaSampler, SampleKind
 from ..worker import SampleInputs, StepOutcome
 from .decode_graph_runner import DecodeGraphRunner, Drawable
 from .row_samplings import RowSamplings
 from .staged_step import StagedStep, pack
 from .step_extras import StepExtras
+from .step_parts import StepFault, rows_not_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ...streams.staging import Slot
     from ..scheduler.schedule_batch import ScheduleBatch
     from .model_runner import ModelRunner
-
-_NOT_FINITE = "the model's logits were not finite"
+    from .step_parts import Stage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +31,7 @@ class CudaParts:
     decode_graphs: DecodeGraphRunner | None
     samplings: RowSamplings
     device: torch.device
-    stage: Callable[
-        [Slot, bytes | bytearray], torch.Tensor
-    ]  # packed bytes as int32 in pinned memory that lives as long as the step
+    stage: Stage
     memory_table: str  # what the start took of the device, for people
     dead_shipped: bool = False  # the device's dead flags are not all clear
     kind: SampleKind = SampleKind.GREEDY
@@ -45,16 +40,14 @@ class CudaParts:
 
 class CudaStep:
     """A step's parts in order: made and `stage_sample` on the loop thread, `forward` and `sample` on the compute lane,
-    `copy_out` on the copy lane, `read` on any thread once all that has run.
-
-    A part that fails leaves its error, later parts do nothing, and `read` raises it. Lifetime: until its ticket is done.
+    `copy_out` on the copy lane, `read` on any thread once all that has run. Lifetime: until its ticket is done.
     """
 
     def __init__(self, parts: CudaParts, batch: ScheduleBatch, slot: Slot) -> None:
         self._parts = parts
         self._batch = batch
         self._slot = slot
-        self._error: Exception | None = None
+        self._fault = StepFault(batch.step)
         self._drawable: Drawable | None = None
         self._dead_cpu: torch.Tensor | None = None
         self._results_cpu: torch.Tensor | None = None
@@ -79,7 +72,7 @@ class CudaStep:
 
     def forward(self) -> None:
         """Take the staged integers to the device and compute the logits."""
-        self._attempt(self._forward_by_graph if self._by_graph else self._forward_by_runner)
+        self._fault.attempt(self._forward_by_graph if self._by_graph else self._forward_by_runner)
 
     def stage_sample(self, inputs: SampleInputs) -> None:
         """Take what the host adds to the sample, and find out which kernels it needs."""
@@ -103,7 +96,7 @@ class CudaStep:
 
     def sample(self) -> None:
         """Draw, and leave the ids in the relay for the next step. The logits are let go."""
-        self._attempt(self._sample)
+        self._fault.attempt(self._sample)
         self._drawable = None
 
     def copy_out(self) -> None:
@@ -115,23 +108,17 @@ class CudaStep:
                 results = self._parts.sampler.results
                 self._results_cpu.copy_(results[: self._results_cpu.shape[0]], non_blocking=True)
 
-        self._attempt(copy)
+        self._fault.attempt(copy)
 
     def read(self) -> StepOutcome:
-        """The outcome. Raises StepFailed, or EngineDead after an error that the device does not recover from."""
-        if self._error is not None:
-            if isinstance(self._error, EngineDead):
-                raise self._error
-            raise StepFailed(f"step {self._batch.step} failed: {self._error}", step=self._batch.step) from self._error
+        """The outcome. Raises what `StepFault` does if a part failed."""
+        self._fault.raise_if_any()
         if self._results_cpu is None:
             return self._extras.outcome((), {})
         num_samples = sum(self._batch.samples)
         values = self._results_cpu.tolist()
         failed = values[len(values) // 2 :][:num_samples]
-        row_errors: dict[int, str] = {}
-        if any(failed):
-            flagged = zip(self._batch.sample_indices, failed, strict=True)
-            row_errors = {index: _NOT_FINITE for index, bad in flagged if bad and index not in self._dead}
+        row_errors = rows_not_finite(self._batch, failed, self._dead) if any(failed) else {}
         return self._extras.outcome(tuple(values[:num_samples]), row_errors)
 
     def _forward_by_graph(self) -> None:
@@ -171,17 +158,3 @@ class CudaStep:
             sampler.draw(drawable.logits, drawable.rows, drawable.num_rows, drawable.lengths, self._kind)
         self._extras.after_draw(sampler.results[: drawable.logits.shape[0]])
         self._results_cpu = self._slot.take((2 * drawable.logits.shape[0],), torch.int32)
-
-    def _attempt(self, run: Callable[[], None]) -> None:
-        if self._error is not None:
-            return
-        try:
-            with torch.inference_mode():
-                run()
-        except torch.AcceleratorError as error:
-            # A CUDA error stays with the context: nothing that follows can be trusted.
-            dead = EngineDead(f"the device failed in step {self._batch.step}: {error}")
-            dead.__cause__ = error
-            self._error = dead
-        except Exception as error:
-            self._error = error

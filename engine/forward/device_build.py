@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from ...streams.staging import Slot
     from ..config import EngineConfig
     from ..scheduler.schedule_batch import ScheduleBatch
+    from .step_parts import Stage
     from .tp_worker import DeviceStep
 
 # A slot holds any usual step; one that needs more (very many pages at once) gets memory of its own.
 _MAX_SLOT_BYTES: Final = 8 << 20
 _INT_BYTES: Final = 4
 
-Stage = Callable[["Slot", "bytes | bytearray"], torch.Tensor]
 MakeStep = Callable[["ScheduleBatch", "Slot"], "DeviceStep"]
 
 

@@ -23,8 +23,8 @@ from .row_samplings import RowSamplings
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from .device_build import Stage
     from .model_runner import ModelRunner
+    from .step_parts import Stage
 
 
 def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.device, stage: Stage) -> CudaParts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from ..models.llama import LlamaForCausalLM
     from ..sampling.logprobs import RawLogprobs
     from ..scheduler.schedule_batch import ScheduleBatch
-
-    Stage = Callable[[Slot, bytes | bytearray], torch.Tensor]
+    from .step_parts import Stage
 
 
 class StepExtras:

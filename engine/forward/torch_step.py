@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import StepFailed
 from ..sampling.sampler import Sampled, Sampler, SampleRequest
 from ..worker import SampleInputs, StepOutcome
 from .row_samplings import RowSamplings
 from .staged_sample import SampleBlock, StagedSample
 from .staged_step import StagedStep, pack
 from .step_extras import StepExtras
+from .step_parts import StepFault, rows_not_finite
 
 if TYPE_CHECKING:
     from ...streams.staging import Slot
@@ -23,29 +21,26 @@ if TYPE_CHECKING:
     from .forward_batch import ForwardBatch
     from .forward_output import ForwardOutput
     from .model_runner import ModelRunner
-
-NOT_FINITE = "the model's logits were not finite"
+    from .step_parts import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchParts:
-    """What the steps of one device share. `stage` puts packed bytes into the step's slot, as int32."""
+    """What the steps of one device share."""
 
     runner: ModelRunner
     sampler: Sampler
     samplings: RowSamplings
     vocab_size: int
     device: torch.device
-    stage: Callable[[Slot, bytes | bytearray], torch.Tensor]
+    stage: Stage
 
 
 class TorchStep:
     """A step's parts in order: made and `stage_sample` on the loop thread, `forward`, `sample` and `copy_out` on the
     lane, `read` on any thread once all that has run.
 
-    A part that fails leaves its error, the parts after it do nothing, and `read` raises StepFailed: the lane itself
-    never sees an exception, so the next step starts clean. Lifetime: until the step's ticket is complete; logits and
-    batch go as soon as they have been sampled.
+    Lifetime: until the step's ticket is complete; logits and batch go as soon as they have been sampled.
     """
 
     def __init__(self, parts: TorchParts, batch: ScheduleBatch, slot: Slot) -> None:
@@ -59,7 +54,7 @@ class TorchStep:
         self._forward: tuple[ForwardBatch, ForwardOutput] | None = None
         self._sample_block: tuple[torch.Tensor, SampleBlock] | None = None
         self._sampled: Sampled | None = None
-        self._error: Exception | None = None
+        self._fault = StepFault(batch.step)
         self._dead: frozenset[int] = frozenset()
 
     def forward(self) -> None:
@@ -72,7 +67,7 @@ class TorchStep:
                 self._extras.score_prompts(self._parts.runner.model, self._forward[1].hidden)
                 self._extras.pool(self._parts.runner.model, self._forward[1].hidden)
 
-        self._attempt(run)
+        self._fault.attempt(run)
 
     def stage_sample(self, inputs: SampleInputs) -> None:
         """Stage what the host adds to the sample, and the room for its results."""
@@ -112,7 +107,7 @@ class TorchStep:
             state.relay.scatter(relay_rows, sampled.ids)
             self._sampled = sampled
 
-        self._attempt(run)
+        self._fault.attempt(run)
 
     def copy_out(self) -> None:
         """Behind the sample: results into the step's staging slot."""
@@ -124,31 +119,13 @@ class TorchStep:
                 self._ids_cpu.copy_(sampled.ids, non_blocking=True)
                 self._failed_cpu.copy_(sampled.failed, non_blocking=True)
 
-        self._attempt(run)
+        self._fault.attempt(run)
 
     def read(self) -> StepOutcome:
-        """The outcome. Raises StepFailed if a part failed."""
-        if self._error is not None:
-            error = self._error
-            raise StepFailed(f"step {self._batch.step} failed: {error}", step=self._batch.step) from error
+        """The outcome. Raises what `StepFault` does if a part failed."""
+        self._fault.raise_if_any()
         if not any(self._batch.samples):
             return self._extras.outcome((), {})
         failed = self._failed_cpu.tolist()
-        row_errors: dict[int, str] = {}
-        if any(failed):
-            for index, bad in zip(self._batch.sample_indices, failed, strict=True):
-                if bad and index not in self._dead:
-                    row_errors[index] = NOT_FINITE
+        row_errors = rows_not_finite(self._batch, failed, self._dead) if any(failed) else {}
         return self._extras.outcome(tuple(self._ids_cpu.tolist()), row_errors)
-
-    def _attempt(self, run: Callable[[], None]) -> None:
-        if self._error is not None:
-            return
-        try:
-            # Jobs run on the lane's thread, which does not inherit the submitter's mode.
-            with torch.inference_mode():
-                run()
-        except Exception as error:
-            # The frames' locals are the step's tensors: they must not live as long as the error does.
-            traceback.clear_frames(error.__traceback__)
-            self._error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -186,7 +187,9 @@ async def test_a_load_that_the_model_has_no_room_for_is_refused() -> None:
 
 
 async def test_marks_cost_less_than_a_hundredth_of_a_millisecond_step() -> None:
-    """The loop thread's own CPU time a step, with and without marks, in turns; noise only ever adds."""
+    """The loop thread's own CPU time a step, with and without marks, in turns. Ten microseconds are a fifth of what such a
+    step costs the host without marks where the log's numbers were taken (52); as a share, since processors change speed.
+    """
 
     async def cpu_us(switch_on: Callable[[Engine], Any]) -> float:
         async with Engine.on(ScriptedWorker(LIMITS, Script(verifies=False)), page_size=4) as engine:
@@ -198,9 +201,8 @@ async def test_marks_cost_less_than_a_hundredth_of_a_millisecond_step() -> None:
     def on(engine: Engine) -> None:
         engine.marks.marks = marks.RingMarks()
 
-    pairs = [(await cpu_us(on), await cpu_us(lambda engine: engine.marks.off())) for _ in range(7)]
-    with_marks, without = (min(each) for each in zip(*pairs, strict=True))
-    assert with_marks - without < 10
+    shares = [await cpu_us(on) / await cpu_us(lambda engine: engine.marks.off()) - 1 for _ in range(15)]
+    assert statistics.median(shares) < 10 / 52
 
 
 def test_a_timeline_knows_the_lanes_it_was_given() -> None:

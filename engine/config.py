@@ -56,7 +56,7 @@ class EngineConfig:
     row_invariant: bool = False  # same arithmetic for a row whatever shares its batch; slower
     cpu_threads: int | None = None  # intra-op threads on the CPU; None: cores - 1
     grammar_backend: GrammarBackendName = "auto"  # xgrammar where it is installed, else llguidance
-    skip_tokenizer: bool = False  # ids in, ids out
+    skip_tokenizer: bool = False  # ids in, ids out; the model's end ids still end
     chat_template: str | None = None  # a file with a Jinja template instead of the model's own
 
     def __post_init__(self) -> None:

@@ -133,8 +133,12 @@ class Scheduler:
             if request.state is RequestState.WAITING and not request.num_retractions:
                 late = RequestError("its deadline passed while the request waited", param="deadline_s", code="timeout")
                 updates.append(self._fail(request, late))
-            else:
+                continue
+            try:
                 text = request.text.flush() if request.text is not None else ""
+            except Exception as error:
+                updates.append(self._fail(request, _row_fault("its text failed", error)))
+            else:
                 updates.append(Update(request, (), text, self._finish(request, "deadline", None)))
         return updates
 
@@ -297,33 +301,36 @@ class Scheduler:
 
     def _append(self, request: Request, token_id: int) -> Update:
         """Commit one drawn token."""
-        is_over = False
+        ids, stream = request.ids, request.text
+        reason: FinishReason | None = None
+        text, stop = "", None
         is_stop = token_id in request.stop_ids
         if request.rules is not None and not is_stop:
             try:
-                is_over = request.rules.accept(token_id)
+                reason = "stop" if request.rules.accept(token_id) else None
             except Exception as error:
-                fault = StepFailed(f"structured output failed: {error}")
-                fault.__cause__ = error
-                return self._fail(request, fault)
-        ids = request.ids
+                return self._fail(request, _row_fault("structured output failed", error))
         ids.append(token_id)
         self._num_output_tokens += 1
-        stream = request.text
-        if is_stop:
-            text = stream.end_at(token_id) if stream is not None else ""
-            reason = request.stop_texts.get(token_id, token_id)
-            return Update(request, (token_id,), text, self._finish(request, "stop", reason))
-        text = ""
+        if reason is None and len(ids) >= request.max_total_tokens:
+            reason = "length"
         if stream is not None:
-            text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
-            if stop is not None:
-                return Update(request, (token_id,), text, self._finish(request, "stop", stop))
-        if is_over or len(ids) >= request.max_total_tokens:
-            if stream is not None:
-                text += stream.flush()
-            return Update(request, (token_id,), text, self._finish(request, "stop" if is_over else "length", None))
-        return Update(request, (token_id,), text, None)
+            try:
+                if is_stop:
+                    text = stream.end_at(token_id)
+                else:
+                    text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
+                    if reason is not None and stop is None:
+                        text += stream.flush()
+            except Exception as error:
+                return self._fail(request, _row_fault("its text failed", error))
+        if is_stop:
+            named = request.stop_texts.get(token_id, token_id)
+            return Update(request, (token_id,), text, self._finish(request, "stop", named))
+        if stop is not None:
+            return Update(request, (token_id,), text, self._finish(request, "stop", stop))
+        end = None if reason is None else self._finish(request, reason, None)
+        return Update(request, (token_id,), text, end)
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> Finished:
         end = Finished(reason=reason, stop_reason=stop_reason, usage=request.usage, embedding=request.embedding)
@@ -345,3 +352,10 @@ class Scheduler:
         request.move(state)
         if was_running:
             self.memory.release(request, keep=keep)
+
+
+def _row_fault(what: str, error: Exception) -> StepFailed:
+    """The end of the one request whose own part raised."""
+    fault = StepFailed(f"{what}: {error}")
+    fault.__cause__ = error
+    return fault

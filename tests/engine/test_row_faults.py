@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -59,10 +58,10 @@ class BreakingSink:
 
 
 @pytest.fixture
-def told() -> Iterator[list[object]]:
+def told() -> list[object]:
     """What the event loop's exception handler hears; set by the test, from inside the loop."""
     heard: list[object] = []
-    yield heard
+    return heard
 
 
 def listen(told: list[object]) -> None:

@@ -50,6 +50,7 @@ class Request:
         "fault",
         "first_step",
         "ids",
+        "is_counted",
         "last_step",
         "max_total_tokens",
         "next_scored",
@@ -94,6 +95,7 @@ class Request:
         sink: Sink,
         text: TextStream | None = None,
         rules: LogitRules | None = None,
+        is_counted: bool = False,
         salt: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -109,6 +111,7 @@ class Request:
         self.sink = sink
         self.text = text
         self.rules = rules
+        self.is_counted = is_counted  # it has penalties, and the device counts its tokens for them
         self.fault: Exception | None = None  # its rules raised: it fails when the step is committed
         # The first prompt position whose log-probability is still to come; None: none is asked for.
         self.next_scored = None if params.prompt_logprobs is None else max(1, params.logprob_start)

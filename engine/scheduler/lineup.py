@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from ..request import Request
-from .schedule_batch import PooledRow, PromptScores, RowStart, ScheduleBatch
+from .schedule_batch import PooledRow, PromptScores, RowPenalties, RowStart, ScheduleBatch
 
 
 class Lineup:
@@ -57,7 +57,7 @@ class Lineup:
             request.decoding = does_sample
             if not request.started:
                 request.started = True
-                starts.append(RowStart(row=request.row, sampling=request.sampling))
+                starts.append(RowStart(row=request.row, sampling=request.sampling, penalties=_penalties(request)))
         table_rows, table_columns, table_pages = _table_writes(members)
         batch = ScheduleBatch(
             step=step,
@@ -75,6 +75,22 @@ class Lineup:
             pooled=tuple(pooled),
         )
         return batch, members
+
+
+def _penalties(request: Request) -> RowPenalties | None:
+    """What the device needs to count on by itself. A row that starts is in no step in flight: its history is exact."""
+    if not request.is_counted:
+        return None
+    params, ids = request.params, request.ids
+    first = request.num_prompt_tokens if params.repetition_penalty == 1 else 0
+    return RowPenalties(
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        num_tokens=len(ids),
+        num_prompt=request.num_prompt_tokens - first,
+        history=ids[first:].tobytes(),
+    )
 
 
 def _scores(request: Request, index: int, start: int, end: int) -> list[PromptScores]:

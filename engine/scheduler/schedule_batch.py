@@ -24,12 +24,26 @@ class RowSampling:
     seed: int  # the draw at sequence length n depends on (seed, n) only, never on batch-mates
 
 
+class RowPenalties(NamedTuple):
+    """Penalties of a row whose tokens the device counts, beginning with `history`: packed int32 ids, of which the first
+    `num_prompt` are the prompt's; without a repetition penalty the prompt is left out.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    num_tokens: int  # prompt and output so far
+    num_prompt: int
+    history: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStart:
     """Sent once, with the first step of a row that was just admitted or resumed."""
 
     row: int
     sampling: RowSampling
+    penalties: RowPenalties | None = None  # None also where the host sends them as edits
 
 
 class PromptScores(NamedTuple):

@@ -80,6 +80,7 @@ class RequestBuilder:
             sink=sink,
             text=self._text_stream(ids, params),
             rules=self._rules(len(ids), params, grammar),
+            is_counted=self._limits.counts_tokens and _has_penalties(params),
             salt=salt,
             priority=priority,
             deadline=deadline,
@@ -148,9 +149,9 @@ class RequestBuilder:
         self._check_ids("bad_words_ids", [token_id for ids in params.bad_words_ids for token_id in ids])
         self._check_ids("logit_bias", dict(params.logit_bias))
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
-        penalties = (params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty)
+        penalises = _has_penalties(params) and not self._limits.counts_tokens
         others = (params.logit_bias, sequences, params.allowed_token_ids, params.logits_processors, grammar)
-        if not any(penalties) and not any(others):
+        if not penalises and not any(others):
             return None
         return LogitRules(
             params,
@@ -158,6 +159,7 @@ class RequestBuilder:
             vocab_size=self._limits.vocab_size,
             bad_sequences=sequences,
             grammar=grammar.session() if grammar is not None else None,
+            penalises=penalises,
         )
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
@@ -181,6 +183,10 @@ class RequestBuilder:
             return None
         detokenizer = Detokenizer(self._tokenizer, prompt_ids=ids, skip_special_tokens=params.skip_special_tokens)
         return TextStream(detokenizer, params.stop, includes_stop=params.include_stop_str_in_output)
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return any((params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty))
 
 
 def checked_params(params: SamplingParams | None) -> SamplingParams:

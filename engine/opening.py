@@ -82,6 +82,7 @@ def make_scheduler(config: EngineConfig, limits: WorkerLimits, worker: Worker) -
         priority_preemption=config.priority_preemption,
         eviction_policy=config.eviction_policy,
         itl_budget_s=None if config.itl_budget_ms is None else config.itl_budget_ms / 1e3,
+        hidden_states=config.hidden_states,
         on_pages_home=worker.poison if config.debug_canary else None,
     )
 

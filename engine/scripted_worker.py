@@ -17,6 +17,7 @@ from ..streams.host_lane import HostLane
 from ..streams.marks import DRAW, FORWARD, Marks, MarkSwitch
 from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
+from .outputs import HiddenStates
 from .scheduler.schedule_batch import ScheduleBatch
 from .scripted_draw import ScriptedDraw, scripted_pooled, scripted_prompt_logprobs
 from .scripted_lanes import TimerLane, TurnLane
@@ -212,8 +213,21 @@ class ScriptedWorker:
             logprobs=logprobs,
             prompt_logprobs=scripted_prompt_logprobs(batch),
             pooled=scripted_pooled(batch),
+            hidden_states=self._shown(batch, inputs.dead),
             row_errors=row_errors,
         )
+
+    def _shown(self, batch: ScheduleBatch, dead: frozenset[int]) -> dict[int, HiddenStates]:
+        """Three numbers a position: the token there, the position, and some of the hash of the history up to it."""
+        found = {}
+        for place, first in batch.shown:
+            if place in dead:
+                continue
+            start, end = batch.num_prior[place] + first, batch.num_prior[place] + batch.num_new[place]
+            cells = [self._cells[self._slot(batch.rows[place], position)] for position in range(start, end)]
+            values = [(cell.token_id, cell.position, cell.chain & 0xFFFF) for cell in cells if cell is not None]
+            found[place] = HiddenStates(start, 3, array("f", [each for state in values for each in state]).tobytes())
+        return found
 
     def _draw(self, row: int, length: int, chain: int) -> int:
         if self.script.token_of is None:

@@ -202,11 +202,13 @@ def deliver(updates: Sequence[Update]) -> list[Request]:
     """
     running = RequestState.RUNNING
     broken: list[Request] = []
-    for request, token_ids, text, end, logprobs, prompt_logprobs in updates:
+    for request, token_ids, text, end, logprobs, prompt_logprobs, hidden_states in updates:
         if end is None and request.state is not running and request.has_ended:
             continue  # a sink before it in this very list has aborted it: it had its end
         try:
-            if logprobs or prompt_logprobs:
+            if hidden_states is not None:
+                request.sink.push(token_ids, text, logprobs, prompt_logprobs, hidden_states)
+            elif logprobs or prompt_logprobs:
                 request.sink.push(token_ids, text, logprobs, prompt_logprobs)
             elif token_ids or text:
                 request.sink.push(token_ids, text)

@@ -14,7 +14,7 @@ from ..streams.ticket import Ticket
 from .errors import MisuseError
 from .logit_rules import LogitEdit
 from .logits_processor import LogitsProcessor
-from .outputs import TokenLogprobs
+from .outputs import HiddenStates, TokenLogprobs
 from .scheduler.schedule_batch import ScheduleBatch
 
 
@@ -60,6 +60,7 @@ class StepOutcome:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by position in rows
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by position in rows
     pooled: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by position in rows
+    hidden_states: Mapping[int, HiddenStates] = field(default_factory=dict)  # by position in rows
     row_errors: Mapping[int, str] = field(default_factory=dict)  # position in rows → why that row alone failed
 
 

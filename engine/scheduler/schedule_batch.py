@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..forward_mode import ForwardMode
+from ..hidden_mode import HiddenMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,13 @@ class PooledRow(NamedTuple):
     sums: bool
 
 
+class ShownRow(NamedTuple):
+    """A row whose hidden states of this step are brought home as they are, from its new token number `first` on."""
+
+    place: int  # position in `rows`
+    first: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBatch:
     """One step. Decode rows come first, extend rows after them; every column has one entry a row.
@@ -87,6 +95,7 @@ class ScheduleBatch:
     starts: tuple[RowStart, ...]
     scored: tuple[PromptScores, ...] = ()
     pooled: tuple[PooledRow, ...] = ()
+    shown: tuple[ShownRow, ...] = ()
 
     @property
     def mode(self) -> ForwardMode:
@@ -100,6 +109,13 @@ class ScheduleBatch:
     def num_tokens(self) -> int:
         """Tokens computed by this step, decode and extend together."""
         return self.num_decode + len(self.extend_ids) // 4
+
+    @property
+    def hidden_mode(self) -> HiddenMode:
+        """The hidden states that the step has to give: a decode row, or one that starts late, has only its last token's."""
+        if not self.shown:
+            return "none"
+        return "full" if any(first < self.num_new[place] - 1 for place, first in self.shown) else "last"
 
     @property
     def sample_indices(self) -> tuple[int, ...]:

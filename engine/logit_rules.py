@@ -104,7 +104,9 @@ class LogitRules:
         if self.grammar is None:
             return self._mask
         filled = self.grammar.fill()
-        return filled if self._mask is None else both(filled, self._mask)
+        if filled is None or self._mask is None:
+            return self._mask if filled is None else filled
+        return both(filled, self._mask)
 
     def accept(self, token_id: int) -> bool:
         """Go on by a drawn token that is no end id. Returns whether nothing can follow it; raises if it may not come."""
@@ -142,6 +144,12 @@ def mask_of(ids: Iterable[int], vocab_size: int) -> bytes:
 def both(one: bytes, other: bytes) -> bytes:
     """The ids that are in both masks."""
     joint = int.from_bytes(one, "little") & int.from_bytes(other, "little")
+    return joint.to_bytes(len(one), "little")
+
+
+def either(one: bytes, other: bytes) -> bytes:
+    """The ids that are in one of the masks, or in both."""
+    joint = int.from_bytes(one, "little") | int.from_bytes(other, "little")
     return joint.to_bytes(len(one), "little")
 
 

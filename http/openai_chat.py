@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
 from ..engine.outputs import Finished, TokenLogprobs, Usage
-from ..engine.sampling_params import SamplingParams
 from .bodies import ChatBody, ChatMessage, GenerationBody
 from .chat_message import ChatMessages
 from .endpoint import Call, answer
@@ -17,11 +15,10 @@ from .frames import Collected, Template, event
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
 from .logprob_fields import Pieces, chat_logprobs
-from .message_parser import CallForm, MessageParser
+from .message_reading import reading_of
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
 from .submission import Job
-from .tools import Tools
 
 
 async def chat_completions(front: Front, call: Call) -> Response:
@@ -33,12 +30,13 @@ async def chat_completions(front: Front, call: Call) -> Response:
     model = front.model(body.model)
     shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=model, tokenizer=front.engine.tokenizer)
     params = [body.params(choice=choice, default_max_tokens=None) for choice in range(body.n)]
-    tools = body.callable_tools
-    form = None if tools is None else tools.form(_template(front))
-    if tools is not None and form is not None:
-        params = [_with_tools(each, tools, form) for each in params]
     (prompt_ids,) = await prompts()
-    shape.messages = _messages(front, body, tools, form, prompt_ids, is_free=params[0].structured_output is None)
+    has_format = params[0].structured_output is not None
+    reading = reading_of(
+        front, body.callable_tools, prompt_ids, has_format=has_format, separates=body.separate_reasoning
+    )
+    shape.messages = None if reading.is_plain else ChatMessages(reading.parser, reading.form)
+    params = [reading.held(each) for each in params]
     urgency = call.urgency(body.priority, body.deadline_s)
     grammar = await front.engine.compile_grammar(params[0])
     jobs = [
@@ -46,40 +44,6 @@ async def chat_completions(front: Front, call: Call) -> Response:
         for choice, choice_params in enumerate(params)
     ]
     return await answer(front, call, shape, jobs, stream=body.stream)
-
-
-def _template(front: Front) -> str | None:
-    template = front.engine.chat_template
-    return None if template is None else template.source
-
-
-def _with_tools(params: SamplingParams, tools: Tools, form: CallForm) -> SamplingParams:
-    """The constraint of a call that is required; and the markers of some forms are special tokens, which must show."""
-    if form in (CallForm.MISTRAL, CallForm.LLAMA):
-        return replace(params, skip_special_tokens=False)
-    grammar = tools.grammar()
-    return params if grammar is None else replace(params, structured_output=grammar)
-
-
-def _messages(
-    front: Front,
-    body: ChatBody,
-    tools: Tools | None,
-    form: CallForm | None,
-    prompt_ids: Sequence[int],
-    *,
-    is_free: bool,
-) -> ChatMessages | None:
-    """How the choices' texts are read; None where they are content as they stand."""
-    tokenizer, template = front.engine.tokenizer, _template(front)
-    # A constrained answer has no reasoning before it.
-    reasons = is_free and body.separate_reasoning and template is not None and "</think>" in template
-    if form is None and not reasons:
-        return None
-    ending = "" if tokenizer is None else tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
-    is_thinking = reasons and ending.rstrip().endswith("<think>")
-    names = frozenset[str]() if tools is None else tools.names
-    return ChatMessages(lambda: MessageParser(form, names=names, reasons=reasons, is_thinking=is_thinking), form)
 
 
 async def chat_prompt(texts: Texts, body: ChatBody) -> Prompts:

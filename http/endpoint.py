@@ -103,5 +103,10 @@ async def answer_whole(front: Front, call: Call, shape: WholeShape, jobs: Sequen
 
 def _begun(call: Call, jobs: Sequence[Job]) -> Course:
     prompts = [job.prompt_ids for job in jobs if job.counts_prompt]
-    call.course = Course(request_id=call.request_id, accepted_at=call.accepted_at, prompts=prompts)
+    call.course = Course(
+        request_id=call.request_id,
+        accepted_at=call.accepted_at,
+        prompts=prompts,
+        params=jobs[0].params if jobs else None,
+    )
     return call.course

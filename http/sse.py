@@ -191,6 +191,7 @@ class SseResponse(Response):
         self._is_parked = True  # the request's task writes; flush() may not
         self._is_given_up = False  # the client is gone, or as good as
         self._is_over = False  # all choices have ended, or one of them badly
+        self._is_unspeakable = False  # its frames cannot be made
         self._submission = Submission(front, jobs, self._choices, course)
 
     # Called by the choices, on the step loop.
@@ -283,9 +284,18 @@ class SseResponse(Response):
     def _take(self, now: float) -> bytes:
         fresh, self._fresh = self._fresh, []
         self._last_write_at = now
-        if len(fresh) == 1:
-            return fresh[0].take(self._shape, now)
-        return b"".join([choice.take(self._shape, now) for choice in fresh])
+        if self._is_unspeakable:
+            return b""
+        try:
+            if len(fresh) == 1:
+                return fresh[0].take(self._shape, now)
+            return b"".join([choice.take(self._shape, now) for choice in fresh])
+        except Exception as error:  # a bug of ours, and the headers are out: the client is told in the stream
+            self._is_unspeakable = self._is_over = True
+            self._error = self._error or error
+            self._submission.abort()
+            self._woken.set()
+            return b""
 
     def _last_words(self) -> bytes:
         if self._error is None:

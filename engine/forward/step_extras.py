@@ -17,18 +17,28 @@ if TYPE_CHECKING:
     from ...streams.staging import Slot
     from ..models.llama import LlamaForCausalLM
     from ..sampling.logprobs import RawLogprobs
+    from ..sampling.token_counts import CountStarts, TokenCounts
     from ..scheduler.schedule_batch import ScheduleBatch
     from .step_parts import Stage
 
 
 class StepExtras:
-    """Made and `stage` on the loop thread; `score_prompts`, `before_draw`, `after_draw` on the compute lane; `copy_out` on
-    the copy lane; `outcome` on any thread once all that has run. The same on every device. Lifetime: that of the step.
+    """Made and `stage` on the loop thread; `start_rows`, `score_prompts`, `before_draw`, `after_draw` on the compute lane;
+    `copy_out` on the copy lane; `outcome` on any thread once all that has run. The same on every device. Lifetime: that
+    of the step.
     """
 
     def __init__(
-        self, batch: ScheduleBatch, slot: Slot, stage: Stage, *, vocab_size: int, device: torch.device
+        self,
+        batch: ScheduleBatch,
+        slot: Slot,
+        stage: Stage,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        counts: TokenCounts | None = None,
     ) -> None:
+        """`counts`: where the device counts for penalties; without them they come as edits."""
         self._batch = batch
         self._slot = slot
         self._stage = stage
@@ -45,10 +55,22 @@ class StepExtras:
         self._changes: LogitChanges | None = None
         self._changes_block: torch.Tensor | None = None
         self._row_errors: dict[int, str] = {}
+        self._counts = counts
+        self._starts: CountStarts | None = None
+        self._places: torch.Tensor | None = None
+        if counts is not None and batch.starts:
+            self._starts = counts.rows.apply(batch.starts)
+        self._starts_block = None if self._starts is None else stage(slot, self._starts.block)
 
     @property
     def changes_logits(self) -> bool:
-        return self._changes is not None
+        return self._changes is not None or self._places is not None
+
+    def start_rows(self) -> None:
+        """Ahead of the forward: count the histories of rows with penalties that start."""
+        if self._counts is not None and self._starts is not None and self._starts_block is not None:
+            self._counts.start(self._starts, self._starts_block.to(self._device, non_blocking=True))
+            self._starts = self._starts_block = None
 
     def pool(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
         """Behind the forward: the hidden states that were asked for, a vector a row. Shapes: hidden [T, hidden size]."""
@@ -77,20 +99,32 @@ class StepExtras:
             self._changes = LogitChanges.packed(inputs, sampling, vocab_size=self._vocab_size)
             if self._changes is not None:
                 self._changes_block = self._stage(self._slot, self._changes.block)
+        if self._counts is not None:
+            places = self._counts.rows.places(self._batch, inputs.dead)
+            self._places = self._stage(self._slot, places) if places else None
         if inputs.logprobs:
             self._draws = DrawScoring.of(inputs, self._batch.sample_indices)
             if self._draws is not None:
                 self._draws_block = self._stage(self._slot, self._draws.packed)
 
-    def before_draw(self, logits: torch.Tensor) -> None:
-        """Keep what log-probabilities need, then change `logits` [S or more, vocab] in place."""
+    def before_draw(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Keep what log-probabilities need, then change `logits` in place.
+
+        Shapes: logits [S or more, vocab]; rows, lengths likewise: request rows, and the tokens each has so far.
+        """
         if self._draws is not None and self._draws_block is not None:
             self._draws_block = self._draws_block.to(self._device, non_blocking=True)
             self._raw = self._draws.keep(logits, self._draws_block)
-        if self._changes is not None and self._changes_block is not None:
-            block = self._changes_block.to(self._device, non_blocking=True)
-            self._row_errors = self._changes.apply_(logits, block)
-            self._changes = self._changes_block = None
+        changes, self._changes = self._changes, None
+        block, self._changes_block = self._changes_block, None
+        if changes is not None and block is not None:
+            block = block.to(self._device, non_blocking=True)
+            changes.edit_(logits, block)
+        if self._counts is not None and self._places is not None:
+            places, self._places = self._places.to(self._device, non_blocking=True), None
+            self._counts.penalise(logits, places, rows, lengths)
+        if changes is not None and block is not None:
+            self._row_errors = changes.restrict_(logits, block)
 
     def after_draw(self, ids: torch.Tensor) -> None:
         """Score what was drawn. Shapes: ids [S or more] int."""

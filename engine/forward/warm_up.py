@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from ..logit_rules import LogitEdit, mask_of
-from ..scheduler.schedule_batch import PromptScores, RowSampling, RowStart, ScheduleBatch
+from ..scheduler.schedule_batch import PromptScores, RowPenalties, RowSampling, RowStart, ScheduleBatch
 from ..worker import SampleInputs
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def warm_up_inputs(batch: ScheduleBatch, limits: WorkerLimits) -> SampleInputs:
 
 def _prefill(step: int, num_tokens: int, num_planned: int, sampling: RowSampling, page_size: int) -> ScheduleBatch:
     num_pages = -(-num_planned // page_size)
+    ids = array("i", [0] * num_tokens).tobytes()
+    penalties = RowPenalties(1.1, 0.1, 0.1, num_tokens=num_tokens, num_prompt=num_tokens // 2, history=ids)
     return ScheduleBatch(
         step=step,
         num_decode=0,
@@ -55,11 +57,11 @@ def _prefill(step: int, num_tokens: int, num_planned: int, sampling: RowSampling
         num_prior=(0,),
         num_new=(num_tokens,),
         samples=(True,),
-        extend_ids=array("i", [0] * num_tokens).tobytes(),
+        extend_ids=ids,
         table_rows=array("i", [1] * num_pages).tobytes(),
         table_columns=array("i", range(num_pages)).tobytes(),
         table_pages=array("i", range(1, num_pages + 1)).tobytes(),
-        starts=(RowStart(row=1, sampling=sampling),),
+        starts=(RowStart(row=1, sampling=sampling, penalties=penalties),),
         scored=(PromptScores(0, 0, array("i", [0] * (num_tokens - 1)).tobytes(), 1),) if num_tokens > 1 else (),
     )
 

@@ -164,7 +164,9 @@ async def test_a_call_that_the_model_chose_itself_keeps_to_a_strict_schema(
             ((name, arguments),) = message["calls"]
             parsed = json.loads(arguments)
             assert parsed == {} if name == "now" else set(parsed) <= {"a", "b"} and 0 <= parsed["a"] <= 9
-            free = whole(await served.post("/v1/chat/completions", {**asked, "parallel_tool_calls": True, "max_tokens": 90}))
+            free = whole(
+                await served.post("/v1/chat/completions", {**asked, "parallel_tool_calls": True, "max_tokens": 90})
+            )
             loose += free[1] == "length"
         assert loose, "without strict nothing keeps this model from nonsense"
 

@@ -128,7 +128,10 @@ class CudaStep:
     def _forward_by_graph(self) -> None:
         graphs = self._parts.decode_graphs
         if graphs is not None:
+            self._parts.runner.num_forwards[type(graphs).__name__] += 1
             self._drawable = graphs.execute(self._batch, self._block_cpu)
+            if self._drawable.hidden is not None:
+                self._extras.keep_hidden(self._parts.runner.model, self._drawable.hidden)
 
     def _forward_by_runner(self) -> None:
         parts = self._parts
@@ -140,6 +143,7 @@ class CudaStep:
         parts.runner.row_state.lengths.index_copy_(0, batch.rows.long(), batch.seq_lens)
         self._extras.score_prompts(parts.runner.model, output.hidden)
         self._extras.pool(parts.runner.model, output.hidden)
+        self._extras.keep_hidden(parts.runner.model, output.hidden)
         if batch.num_samples:
             self._drawable = Drawable(
                 logits=output.logits,

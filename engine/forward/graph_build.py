@@ -198,6 +198,7 @@ def _decode_graphs(
         runner.row_state,
         sampler,
         max_rows=num_rows,
+        hidden_states=config.hidden_states,
         breaks=breaks,
         is_debug=config.debug_cuda_graph,
     )

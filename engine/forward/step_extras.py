@@ -1,4 +1,4 @@
-"""What a few rows of a step ask for beside a drawn id: changed logits and log-probabilities. Free for all other steps."""
+"""What a few rows of a step ask for beside a drawn id: changed logits, log-probabilities, hidden states. Free for others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from ..sampling.logit_changes import LogitChanges
 from ..sampling.logprobs import SLICE_POSITIONS
 from ..worker import SampleInputs, StepOutcome
+from .step_hidden import HiddenCut
 from .step_scores import DrawScoring, PromptScoring
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class StepExtras:
         self._prompts_block = None if self._prompts is None else stage(slot, self._prompts.packed)
         self._prompt_scores: torch.Tensor | None = None
         self._pooled: torch.Tensor | None = None
+        self._cut = HiddenCut.of(batch)
+        self._cut_block = None if self._cut is None else stage(slot, self._cut.packed)
+        self._hidden: torch.Tensor | None = None
+        self._copied: list[torch.Tensor] = []
         self._draws: DrawScoring | None = None
         self._draws_block: torch.Tensor | None = None
         self._draw_scores: torch.Tensor | None = None
@@ -85,6 +90,14 @@ class StepExtras:
             parts = rows.split(SLICE_POSITIONS)
             vectors.append(torch.stack([model.norm(part).float().sum(0) for part in parts]).sum(0))
         self._pooled = torch.stack(vectors)
+
+    def keep_hidden(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
+        """Behind the forward, before the next one: the hidden states that are brought home as they are, out of what may be
+        a graph's own. Shapes: hidden [T, hidden size].
+        """
+        if self._cut is not None and self._cut_block is not None:
+            places = self._cut_block.to(self._device, non_blocking=True)
+            self._hidden = self._cut.take(model, hidden, places)
 
     def score_prompts(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
         """Behind the forward. Shapes: hidden [T, hidden size]."""
@@ -133,10 +146,11 @@ class StepExtras:
             self._draw_scores = raw.scored(ids.index_select(0, self._draws_block).long())
 
     def copy_out(self) -> None:
-        """Bring the scores to the host. Asynchronous."""
-        self._prompt_scores = _on_host(self._prompt_scores)
-        self._draw_scores = _on_host(self._draw_scores)
-        self._pooled = _on_host(self._pooled)
+        """Bring everything to the host. Asynchronous."""
+        self._prompt_scores = self._on_host(self._prompt_scores)
+        self._draw_scores = self._on_host(self._draw_scores)
+        self._pooled = self._on_host(self._pooled)
+        self._hidden = self._on_host(self._hidden)
 
     def outcome(self, token_ids: tuple[int, ...], row_errors: Mapping[int, str]) -> StepOutcome:
         """The step's outcome, with what was asked for in it."""
@@ -152,17 +166,20 @@ class StepExtras:
             pooled = {
                 row.place: tuple(values) for row, values in zip(self._batch.pooled, self._pooled.tolist(), strict=True)
             }
+        hidden_states = {} if self._cut is None or self._hidden is None else self._cut.read(self._hidden)
         return StepOutcome(
             token_ids=token_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
+            hidden_states=hidden_states,
             row_errors=row_errors,
         )
 
-
-def _on_host(scores: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy in pinned memory of its own: what comes back is too large, and too rare, for the step's slot."""
-    if scores is None or scores.device.type == "cpu":
-        return scores
-    return torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True).copy_(scores, non_blocking=True)
+    def _on_host(self, source: torch.Tensor | None) -> torch.Tensor | None:
+        """A copy in pinned memory of its own: what comes back is too large, and too rare, for the step's slot."""
+        if source is None or source.device.type == "cpu":
+            return source
+        # The allocator knows the compute lane only: let go here, its memory would be written before it has been copied.
+        self._copied.append(source)
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)

@@ -19,7 +19,7 @@ from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
 from .outputs import HiddenStates
 from .scheduler.schedule_batch import ScheduleBatch
-from .scripted_draw import ScriptedDraw, scripted_pooled, scripted_prompt_logprobs
+from .scripted_draw import ScriptedCounts, ScriptedDraw, scripted_pooled, scripted_prompt_logprobs
 from .scripted_lanes import TimerLane, TurnLane
 from .worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 
@@ -76,6 +76,7 @@ class ScriptedWorker:
         self._cells: list[_Cell | None] = [None] * ((limits.num_pages + 1) * limits.page_size)
         self._seeds = [0] * (limits.num_rows + 1)
         self._relay = [0] * (limits.num_rows + 1)
+        self._counts = ScriptedCounts()
 
     async def start(self) -> WorkerLimits:
         if self.script.cost_s is not None:
@@ -145,6 +146,7 @@ class ScriptedWorker:
             self._table[row][column] = page
         for start in batch.starts:
             self._seeds[start.row] = start.sampling.seed
+        self._counts.start(batch.starts)
         if batch.step in self.script.forward_faults:
             chains.update(dict.fromkeys(range(batch.num_rows), RuntimeError(f"scripted: step {batch.step} fails")))
             return
@@ -198,9 +200,12 @@ class ScriptedWorker:
             if index in inputs.dead or isinstance(chain, Exception):
                 token_ids.append(0)
                 continue
-            wished = token_id = self._draw(row, batch.num_prior[index] + batch.num_new[index], chain)
+            length = batch.num_prior[index] + batch.num_new[index]
+            wished = token_id = self._draw(row, length, chain)
+            penalise = self._counts.penalise(row, length, self._relay[row])
+            obeys_mask = (batch.step, index) not in self.script.mask_faults
             try:
-                token_id = draws.draw(index, wished, obeys_mask=(batch.step, index) not in self.script.mask_faults)
+                token_id = draws.draw(index, wished, obeys_mask=obeys_mask, penalise=penalise)
             except Exception as error:
                 row_errors[index] = f"scripted: {error}"
             asked = draws.logprobs(index, wished, token_id)

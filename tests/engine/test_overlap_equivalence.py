@@ -58,6 +58,7 @@ class Scenario:
     pauses: tuple[tuple[int, bool], ...]  # (turn, whether the cache is flushed meanwhile)
     arrivals: tuple[Arrival, ...]
     late_every: int
+    counts_tokens: bool  # the worker counts for penalties; the host sends no edits for them
     expected_ratio: float  # how much output is reserved for: near 0, requests run into each other and are retracted
     launch_faults: frozenset[int]
     forward_faults: frozenset[int]
@@ -183,6 +184,7 @@ def scenarios(draw: st.DrawFn, *, faults: bool, aborts: bool) -> Scenario:
         pauses=tuple(draw(st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=2))),
         arrivals=tuple(arrivals),
         late_every=draw(st.integers(1, 5)),
+        counts_tokens=draw(st.booleans()),
         expected_ratio=draw(st.sampled_from((0.0, 0.0, 0.7))),
         launch_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
         forward_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
@@ -207,6 +209,7 @@ async def play(scenario: Scenario, *, overlap: bool) -> tuple[list[Recorder], En
         num_rows=scenario.num_rows,
         max_model_len=scenario.num_pages * scenario.page_size,
         vocab_size=VOCAB,
+        counts_tokens=scenario.counts_tokens,
     )
     engine = Engine.on(
         ScriptedWorker(limits, script),
@@ -279,10 +282,11 @@ SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=
 @SETTINGS
 @given(scenarios(faults=False, aborts=False))
 def test_depth_1_gives_token_for_token_what_depth_0_gives(scenario: Scenario) -> None:
-    """And both what a pool gives in which nobody is ever sent back."""
+    """And both what a pool gives in which nobody is ever sent back, and the host counts."""
     at_0, _ = asyncio.run(play(scenario, overlap=False))
     at_1, _ = asyncio.run(play(scenario, overlap=True))
     roomy = replace(scenario, num_pages=800 // scenario.page_size + 16, num_rows=10, preempts=False, pauses=())
+    roomy = replace(roomy, counts_tokens=False)
     undisturbed, engine = asyncio.run(play(roomy, overlap=True))
     assert engine.stats.num_retractions == 0
     for one, other, whole in zip(at_0, at_1, undisturbed, strict=True):

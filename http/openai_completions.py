@@ -127,6 +127,7 @@ class CompletionShape(OpenAiShape):
         self.prompts: Prompts = []  # set once they are encoded
         self._choices_each = body.n
         self._echoes = body.echo
+        self._skips_special = body.skip_special_tokens
         self._has_top = bool(body.logprobs)
         self._tokenizer = tokenizer
         self._scored: dict[int, CompletionLogprobs] = {}
@@ -140,19 +141,29 @@ class CompletionShape(OpenAiShape):
         return "" if self._tokenizer is None else self._tokenizer.decode(prompt)
 
     def told_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        scored = self._scored.setdefault(index, CompletionLogprobs(self._token_texts, has_top=self._has_top))
-        return scored.piece(logprobs)
+        if index not in self._scored:
+            self._scored[index] = self._scores_of(index)
+        return self._scored[index].piece(logprobs)
+
+    def _scores_of(self, index: int) -> CompletionLogprobs:
+        """Of a choice's text, which has its prompt in front of it or continues it."""
+        return CompletionLogprobs(
+            self._token_texts,
+            has_top=self._has_top,
+            skips_special=self._skips_special,
+            prompt_ids=() if self._echoes else self.prompts[index // self._choices_each],
+        )
 
     def _whole(self, choice: Collected) -> dict[str, object]:
         text = self._echo(choice.index) + choice.text if self._echoes else choice.text
         piece = self.piece(choice.index, text, self.told(choice.end))
         if not self.wants_logprobs:
             return piece
-        scored = CompletionLogprobs(self._token_texts, has_top=self._has_top)
+        scored = self._scores_of(choice.index)
         if not self._echoes:
             return {**piece, "logprobs": scored.piece(choice.logprobs)}
-        first = scored.first_of_prompt(self.prompts[choice.index // self._choices_each][0])
-        return {**piece, "logprobs": joined(first, scored.piece([*choice.prompt_logprobs, *choice.logprobs]))}
+        prompt = scored.prompt(self.prompts[choice.index // self._choices_each][0], choice.prompt_logprobs)
+        return {**piece, "logprobs": joined(prompt, scored.piece(choice.logprobs))}
 
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
         piece: dict[str, object] = {

@@ -143,13 +143,16 @@ class _Bytes:
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokens[token_id]
 
+    def shown_bytes(self, token_id: int, *, starts_text: bool, skips_special: bool) -> bytes:
+        return self.tokens[token_id]
+
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
         return b"".join(self.tokens[each] for each in ids).decode()
 
 
 def test_offsets_stay_right_behind_a_character_of_several_tokens() -> None:
     scored = CompletionLogprobs(TokenTexts(_Bytes()), has_top=False)
-    first = scored.first_of_prompt(0)
+    first = scored.prompt(0, [])
     rest = scored.piece([TokenLogprobs(token_id=each, logprob=-1.0, top_ids=(), top_logprobs=()) for each in (1, 2)])
     last = scored.piece([TokenLogprobs(token_id=each, logprob=-1.0, top_ids=(), top_logprobs=()) for each in (3, 4)])
     text = _Bytes().decode(range(5))

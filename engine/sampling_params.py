@@ -8,7 +8,8 @@ from typing import Literal, get_args
 
 from .errors import RequestError, shown
 from .grammar_session import GrammarSpec
-from .hidden_mode import HIDDEN_MODES, HiddenMode
+from .hidden_mode import HIDDEN_MODES
+from .hidden_mode import HiddenMode as HiddenMode
 from .logits_processor import LogitsProcessor
 
 GREEDY_BELOW = 1e-5  # a smaller temperature overflows the scaled logits in fp32 and means greedy anyway

@@ -56,6 +56,11 @@ class _Snapshot(Collector):
             ("num_preemptions", "Requests retracted to make room.", stats.num_retractions),
             ("num_steps", "Steps launched.", stats.num_steps),
             ("num_drains", "Steps planned only after the one in flight had come home.", stats.num_drains),
+            (
+                "num_eager_for_hidden_states",
+                "Steps that had to give more hidden states than graphs are captured for, and ran eagerly.",
+                stats.num_eager_for_hidden,
+            ),
             ("num_aborts", "Requests aborted.", self._front.engine.num_aborted),
         ):
             yield self._counter(name, text, value)

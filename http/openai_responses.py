@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from ..engine.errors import MisuseError, RequestError
-from ..engine.outputs import Finished, TokenLogprobs, Usage
+from ..engine.outputs import Finished, HiddenStates, TokenLogprobs, Usage
 from ..engine.sampling_params import SamplingParams
 from .bodies import HINTS, Strict, without_idle_fields
 from .endpoint import Call, answer
@@ -163,6 +163,9 @@ class ResponsesShape:
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
         raise MisuseError("this shape asks for no log-probabilities")
+
+    def hidden(self, index: int, states: HiddenStates) -> bytes:
+        raise MisuseError("this shape asks for no hidden states")
 
     def text(self, index: int) -> Template | None:
         return None

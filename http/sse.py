@@ -16,7 +16,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..engine.outputs import End, Finished, TokenLogprobs, Usage
+from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs, Usage
 from .connection import DirectConnection, direct_connection
 from .course import Course
 from .disconnect import watching
@@ -40,6 +40,7 @@ class Choice:
     __slots__ = (
         "_due_at",
         "_fan_out",
+        "_hidden",
         "_ids",
         "_index",
         "_is_marked",
@@ -61,6 +62,7 @@ class Choice:
         self._template = shape.text(index)
         self._ids: list[int] | None = [] if shape.wants_ids else None
         self._scores: list[TokenLogprobs] | None = [] if shape.wants_logprobs else None
+        self._hidden: list[HiddenStates] = []
         self._metrics = stream.front.metrics
         self._observe_gap = stream.front.metrics.inter_token_s.observe
         self._num_prompt_tokens = num_prompt_tokens
@@ -85,10 +87,13 @@ class Choice:
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self._num_output_tokens += len(token_ids)
         if self._scores is not None:
             self._scores.extend(logprobs)
+        if hidden_states is not None:
+            self._hidden.append(hidden_states)
         if self._ids is not None:
             self._ids.extend(token_ids)
         elif not text:
@@ -128,7 +133,7 @@ class Choice:
         if before is None:
             return self._first(shape, now)
         self._observe_gap(now - before)
-        if self.ended is not None or template is None or self._scores is not None:
+        if self.ended is not None or template is None or self._scores is not None or self._hidden:
             return self._any(shape)
         return self._by_template(template)  # as nearly every frame is
 
@@ -148,6 +153,10 @@ class Choice:
     def _any(self, shape: Shape) -> bytes:
         """What is new, whatever it is."""
         frames, usage = b"", self._stream.usage
+        hidden = HiddenStates.joined(self._hidden)
+        if hidden is not None:
+            self._hidden = []
+            frames += shape.hidden(self._index, hidden)
         if self._scores and (self.pending or self.ended is not None):
             frames += shape.scored(self._index, self.pending, self._scores, usage)
             self._scores = []

@@ -53,8 +53,8 @@ class HiddenCut:
     def read(self, states: torch.Tensor) -> dict[int, HiddenStates]:
         """By position in the batch's rows. Shapes: states [N, H] on the host."""
         size = states.shape[1]
-        values = memoryview(states.float().numpy()).cast("B")
+        values = states.float().numpy()
         return {
-            place: HiddenStates(first, size, bytes(values[4 * size * start : 4 * size * end]))
+            place: HiddenStates(first, size, values[start:end].tobytes())
             for (place, first), (start, end) in zip(self.firsts, pairwise(self.ends), strict=True)
         }

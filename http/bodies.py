@@ -37,7 +37,6 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -179,6 +178,7 @@ class GenerationBody(Strict, SteeringFields):
     request_id: RequestId | None = None
     priority: int = 0
     deadline_s: DeadlineSeconds = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -189,6 +189,12 @@ class GenerationBody(Strict, SteeringFields):
     def _stream_options_need_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs are only answered whole: leave out stream", param="prompt_logprobs")
         return self
 
     @property
@@ -219,7 +225,8 @@ class GenerationBody(Strict, SteeringFields):
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
+            # What is told of a prompt its first choice brings, whole; in a stream each choice begins with its own.
+            prompt_logprobs=self.num_prompt_logprobs if self.stream or choice == 0 else None,
             **self.steering(),
         )
 
@@ -230,7 +237,7 @@ class GenerationBody(Strict, SteeringFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return None
+        return self.prompt_logprobs
 
     @property
     def names(self) -> dict[str, str]:
@@ -252,13 +259,8 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return self.num_logprobs if self.echo else None
-
-    @model_validator(mode="after")
-    def _scores_are_not_streamed_with_their_prompt(self) -> CompletionBody:
-        if self.echo and self.stream and self.num_logprobs is not None:
-            raise RequestError("echo with logprobs is only answered whole: leave out stream", param="echo")
-        return self
+        asked = [self.prompt_logprobs, self.num_logprobs if self.echo else None]
+        return max((each for each in asked if each is not None), default=None)
 
     @model_validator(mode="after")
     def _best_of_picks_nothing(self) -> CompletionBody:

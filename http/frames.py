@@ -56,7 +56,9 @@ class Shape(Protocol):
         ...
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
-        """The frame of a piece of text with the log-probabilities of the tokens since the frame before."""
+        """The frame of a piece of text with the log-probabilities of the tokens since the frame before. The first frame's
+        begin with the prompt's, if those were asked for.
+        """
         ...
 
     def hidden(self, index: int, states: HiddenStates) -> bytes:

@@ -113,10 +113,36 @@ class CompletionLogprobs:
         return place
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
+        """By text; of tokens with the same text (parts of characters, unknown ones) the later have their ids for it."""
         top = {self._texts.text(scored.token_id): scored.logprob}
         for token_id, logprob in zip(scored.top_ids, scored.top_logprobs, strict=True):
-            top.setdefault(self._texts.text(token_id), logprob)
+            if token_id != scored.token_id:
+                text = self._texts.text(token_id)
+                top[f"token_id:{token_id}" if text in top else text] = logprob
         return top
+
+
+def prompt_logprobs(texts: TokenTexts, scores: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt but the first its own entry and the likeliest ones', by id.
+    The rank is known for the likeliest.
+    """
+    told: list[dict[str, Any] | None] = [None]
+    for each in scores:
+        entries = {str(each.token_id): _ranked(texts, each.token_id, each.logprob, None)}
+        for rank, (token_id, logprob) in enumerate(zip(each.top_ids, each.top_logprobs, strict=True), 1):
+            if rank <= num_top or token_id == each.token_id:
+                entries[str(token_id)] = _ranked(texts, token_id, logprob, rank)
+        told.append(entries)
+    return told
+
+
+def _ranked(texts: TokenTexts, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": texts.text(token_id)}
+
+
+def first_of(scores: Sequence[TokenLogprobs], num_top: int) -> list[TokenLogprobs]:
+    """The scores with no more than so many of the likeliest tokens."""
+    return [each._replace(top_ids=each.top_ids[:num_top], top_logprobs=each.top_logprobs[:num_top]) for each in scores]
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

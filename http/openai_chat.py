@@ -14,7 +14,7 @@ from .endpoint import Call, answer
 from .frames import Collected, Template, event
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
-from .logprob_fields import Pieces, chat_logprobs
+from .logprob_fields import Pieces, chat_logprobs, prompt_logprobs
 from .message_reading import reading_of
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
@@ -73,6 +73,7 @@ class ChatShape(OpenAiShape):
 
     def __init__(self, body: GenerationBody, *, response_id: str, model: str, tokenizer: Pieces | None = None) -> None:
         super().__init__(body, response_id=response_id, model=model, kind="chat.completion.chunk", tokenizer=tokenizer)
+        self._num_prompt_top = body.prompt_logprobs
         self.messages: ChatMessages | None = None  # how texts are read, unless they are content as they stand
         if not body.stream:
             self._base["object"] = "chat.completion"
@@ -126,7 +127,11 @@ class ChatShape(OpenAiShape):
         return chat_logprobs(self._token_texts, logprobs)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return self.body([self._message(choice, self.told(choice.end)) for choice in choices], usage)
+        messages = [self._message(choice, self.told(choice.end)) for choice in choices]
+        if self._num_prompt_top is None:
+            return self.body(messages, usage)
+        scores = prompt_logprobs(self._token_texts, choices[0].prompt_logprobs, self._num_prompt_top)
+        return self.body(messages, usage, prompt_logprobs=scores)
 
     def _message(self, choice: Collected, end: Finished) -> dict[str, object]:
         if self.messages is None:

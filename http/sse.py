@@ -91,7 +91,7 @@ class Choice:
     ) -> None:
         self._num_output_tokens += len(token_ids)
         if self._scores is not None:
-            self._scores.extend(logprobs)
+            self._scores.extend((*prompt_logprobs, *logprobs))
         if hidden_states is not None:
             self._hidden.append(hidden_states)
         if self._ids is not None:
@@ -157,9 +157,10 @@ class Choice:
         if hidden is not None:
             self._hidden = []
             frames += shape.hidden(self._index, hidden)
-        if self._scores and (self.pending or self.ended is not None):
+        if self._scores and (self.pending or self._ids or self.ended is not None):
             frames += shape.scored(self._index, self.pending, self._scores, usage)
             self._scores = []
+            self._ids = None if self._ids is None else []
             self.pending = ""
         elif self.pending or self._ids:
             if self._template is not None:

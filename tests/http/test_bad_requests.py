@@ -34,7 +34,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("tools", value) for value in ([{"type": "function"}], "x", 5)],
     *[("tool_choice", value) for value in ("required", {"type": "function"})],
     ("reasoning_effort", "high"),
-    ("prompt_logprobs", 1),
+    ("prompt_logprobs", 21),
     ("request_id", "a\r\nset-cookie: b"),
     ("priority", "3"),
     ("wat", 1),

@@ -52,6 +52,7 @@ class Request:
         "hidden_states",
         "ids",
         "is_counted",
+        "is_plain",
         "last_step",
         "max_total_tokens",
         "next_hidden",
@@ -114,6 +115,7 @@ class Request:
         self.text = text
         self.rules = rules
         self.is_counted = is_counted  # it has penalties, and the device counts its tokens for them
+        self.is_plain = rules is None and params.logprobs is None and not params.min_tokens  # no sample knows of it
         self.fault: Exception | None = None  # its rules raised: it fails when the step is committed
         # The first prompt position whose log-probability is still to come; None: none is asked for.
         self.next_scored = None if params.prompt_logprobs is None else max(1, params.logprob_start)

@@ -331,7 +331,8 @@ class Scheduler:
                 if is_stop:
                     text = stream.end_at(token_id)
                 else:
-                    text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
+                    looks = request.is_plain or request.num_outputs >= request.params.min_tokens
+                    text, stop = stream.push(token_id, looks_for_stops=looks)
                     if reason is not None and stop is None:
                         text += stream.flush()
             except Exception as error:
@@ -342,7 +343,8 @@ class Scheduler:
         if stop is not None:
             return Update(request, (token_id,), text, self._finish(request, "stop", stop))
         end = None if reason is None else self._finish(request, reason, None)
-        return Update(request, (token_id,), text, end)
+        # What a NamedTuple's own constructor does, at half its cost: this is made for every token of every request.
+        return tuple.__new__(Update, (request, (token_id,), text, end, (), (), None))
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> Finished:
         end = Finished(reason=reason, stop_reason=stop_reason, usage=request.usage, embedding=request.embedding)

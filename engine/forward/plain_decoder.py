@@ -74,7 +74,7 @@ class PlainDecoder:
             logits_indices=every_row[:num_rows],
             sample_rows=step.rows,
             sample_lens=inputs.seq_lens,
-            kv_loc=KVLocPlan(slots=inputs.slots, page_table=page_table, page_size=self._pool.page_size),
+            kv_loc=KVLocPlan(slots=inputs.slots.long(), page_table=page_table, page_size=self._pool.page_size),
             # Captured attention plans on the device; nothing asks the host.
             prefix_lens_cpu=(),
             num_new_cpu=(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,14 @@ class CudaParts:
     dead_shipped: bool = False  # the device's dead flags are not all clear
     kind: SampleKind = SampleKind.GREEDY
     kind_of_rows: tuple[int, ...] | None = None
+    logits_counts: tuple[int, ...] = ()  # rows of logits that are computed at once, ascending
+
+    def num_logits(self, num_samples: int) -> int:
+        """How many rows of logits a step computes. For a number that it has not seen cuBLAS may load another kernel,
+        which takes 20 ms in the middle of serving; these it has.
+        """
+        at = bisect_left(self.logits_counts, num_samples)
+        return self.logits_counts[at] if num_samples and at < len(self.logits_counts) else num_samples
 
 
 class CudaStep:
@@ -71,7 +80,7 @@ class CudaStep:
         else:
             if graphs is not None:
                 graphs.forget_block()
-            columns, widths = pack(batch)
+            columns, widths = pack(batch, num_logits=parts.num_logits(len(batch.sample_indices)))
             self._staged = StagedStep.of(parts.stage(slot, columns), widths)
 
     def forward(self) -> None:

@@ -23,9 +23,10 @@ class ForwardBatch:
     order of the rows.
 
     Shapes, int32 unless said: rows, seq_lens (tokens after this step), prefix_lens (tokens before it) [B];
-    query_start_loc [B + 1]; input_ids [T] int64; positions [T]; logits_indices, sample_rows, sample_lens [S]: of the
-    rows that sample, the last token's index, the request row, and the tokens after this step. `…_cpu` are the same
-    numbers on the host, for backends that plan there. Lifetime: the step. Nothing below writes into it; the page
+    query_start_loc [B + 1]; input_ids [T] int64; positions [T]; sample_rows, sample_lens [S]: of the rows that sample,
+    the request row, and the tokens after this step; logits_indices [S or more]: their last tokens' indices, and on CUDA
+    padding, for which logits are computed that nobody draws from. `…_cpu` are the same numbers on the host, for backends
+    that plan there. Lifetime: the step. Nothing below writes into it; the page
     table in `kv_loc` is leased.
     """
 
@@ -54,7 +55,7 @@ class ForwardBatch:
 
     @property
     def num_samples(self) -> int:
-        return self.logits_indices.shape[0]
+        return self.sample_rows.shape[0]
 
     @classmethod
     def init_new(

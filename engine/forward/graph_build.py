@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,10 @@ from ...streams.breakable_graph import GraphBreaks
 from ...streams.graph import GraphPool
 from ..errors import ConfigError
 from ..models.fused_decoder import FusedDecoder
-from ..sampling.cuda_sampler import CudaSampler
+from ..sampling.cuda_sampler import CudaSampler, SampleKind
 from ..sampling.token_counts import TokenCounts
 from .cuda_step import CudaParts
-from .decode_graph_runner import DecodeForward, DecodeGraphRunner
+from .decode_graph_runner import DecodeForward, DecodeGraphRunner, decode_buckets
 from .memory_plan import MemoryPlan, device_memory
 from .plain_decoder import PlainDecoder
 from .prefill_graph_runner import PrefillAttention, PrefillGraphRunner
@@ -49,6 +50,8 @@ def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.de
     )
     decode_graphs = _decode_graphs(config, runner, sampler, num_rows)
     prefill_graphs = _prefill_graphs(config, runner)
+    logits_counts = decode_buckets(num_rows)
+    _load_blocking(runner, sampler, logits_counts)
     table.note("workspaces")
     # Each capture collects garbage first; what has been loaded by now need not be walked every time.
     gc.collect()
@@ -76,7 +79,21 @@ def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.de
         device=device,
         stage=stage,
         memory_table=table.text(),
+        logits_counts=logits_counts,
     )
+
+
+def _load_blocking(runner: ModelRunner, sampler: CudaSampler, logits_counts: Sequence[int]) -> None:
+    """Compute logits of every row count and draw from them in every way, for nobody: cuBLAS loads its kernels, Triton
+    compiles its own, and neither does when a step comes that no decode graph serves.
+    """
+    rows = torch.zeros(logits_counts[-1], dtype=torch.int32, device=sampler.results.device)
+    with torch.inference_mode():
+        hidden = runner.model.embedding[:1]
+        for count in logits_counts:
+            logits = runner.model.logits(hidden, rows[:count])
+            for kind in SampleKind:
+                sampler.draw(logits, rows[:count], sampler.counts[:1], rows[:count], kind)
 
 
 def _with_backed_pool(config: EngineConfig, runner: ModelRunner, device: torch.device) -> ModelRunner:

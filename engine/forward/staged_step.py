@@ -19,7 +19,7 @@ class StagedStep:
     """The columns of a step: views of `block`, on the host or on the device.
 
     Shapes, int32 unless said: rows, num_prior, num_new, seq_lens [B]; query_start_loc [B + 1]; sample_rows,
-    sample_lens, logits_indices [S]; extend_ids [E]; table_rows, table_columns, table_pages [N]; start_rows,
+    sample_lens [S]; logits_indices [S or more]; extend_ids [E]; table_rows, table_columns, table_pages [N]; start_rows,
     start_top_k [K]; start_temperature, start_top_p, start_min_p [K] fp32; start_seed [K] int64. Lifetime: on the host
     that of the step's staging slot, on the device that of the step.
     """
@@ -88,9 +88,9 @@ class StagedStep:
         return StagedStep.of(self.block.to(device, non_blocking=True), self.widths)
 
 
-def pack(batch: ScheduleBatch) -> tuple[bytearray, tuple[int, ...]]:
+def pack(batch: ScheduleBatch, *, num_logits: int = 0) -> tuple[bytearray, tuple[int, ...]]:
     """The columns of `batch` in the order of `StagedStep.of`, and their widths in int32. Host only; a few µs, plus
-    what the rows take.
+    what the rows take. `num_logits`: so many rows of logits are to be computed, or as many as sample if those are more.
     """
     seq_lens = tuple(map(int.__add__, batch.num_prior, batch.num_new))
     ends = tuple(accumulate(batch.num_new))
@@ -106,7 +106,7 @@ def pack(batch: ScheduleBatch) -> tuple[bytearray, tuple[int, ...]]:
         _ints((0, *ends)),
         _ints(batch.rows[i] for i in sampling),
         _ints(seq_lens[i] for i in sampling),
-        _ints(ends[i] - 1 for i in sampling),
+        _ints(ends[i] - 1 for i in sampling) + bytes(4 * max(0, num_logits - len(sampling))),
         batch.extend_ids,
         batch.table_rows,
         batch.table_columns,

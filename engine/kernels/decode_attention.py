@@ -206,7 +206,7 @@ def _decode_kernel(
     g = tl.arange(0, GB)
     d = tl.arange(0, D)[None, :]
     while left > 0:
-        num_blocks = tl.maximum((seq_len + BT - 1) // BT, 1)
+        num_blocks = (seq_len + BT - 1) // BT
         last = tl.minimum(num_blocks, block + left)
         table = table_ptr + request * table_stride
         source = q_ptr + row.to(tl.int64) * q_stride
@@ -273,7 +273,8 @@ def decode_attention(
 
     Shapes: q [B, Hq, D], or with `rope` the packed projection [B, (Hq + 2 Hk) D]; k_cache, v_cache [pages, page_size, Hk,
     D], contiguous; page_table [R, max_pages] int, used through rows [B] int; seq_lens [B] int, the new token included;
-    out [B, Hq, D], contiguous rows. A row of seq_len 0 gets zeros.
+    out [B, Hq, D], contiguous rows, made of zeros if not given. A row of seq_len 0
+    is not computed: what `out` holds of it stays, or becomes zeros.
     With `rope` the kernel also normalises and rotates the new token's q and k and writes its k and v into the slot that the
     page table names for position seq_len - 1: `rope_kv_write` is not called.
     `ahead` lets it read plan, seq_lens, rows and page table before its predecessor has finished: at least one other
@@ -287,7 +288,7 @@ def decode_attention(
     heads = group * num_kv_heads
     tiling = workspace.tiling(num_rows)
     if out is None:
-        out = torch.empty((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
+        out = torch.zeros((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     group_block = triton.next_power_of_2(group)
     has_norm = rope is not None and rope.q_norm is not None
     cos_sin = workspace.partial_out if rope is None else rope.cos_sin

@@ -122,13 +122,13 @@ def _plan_kernel(
     wait_for_inputs(PDL)
     release_dependents(PDL)
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
-    # A padded row keeps one empty block a head, so that its output is written too (with zeros).
-    blocks = tl.where(row < num_rows, tl.maximum((seq_len + BT - 1) // BT, 1), 0)
+    # A padded row has no block: to start a sequence costs as much as some blocks, and padding comes in one heap.
+    blocks = (seq_len + BT - 1) // BT
     starts = (tl.cumsum(blocks, axis=0) - blocks) * HK
     total = tl.sum(blocks, axis=0) * HK
     program = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     if WHOLE:
-        pairs = num_rows * HK
+        pairs = tl.max(tl.where(blocks > 0, row + 1, 0), axis=0) * HK
         pairs_each = (pairs + num_programs - 1) // num_programs
         pair = tl.minimum(program * pairs_each, pairs)
         pair_end = tl.minimum(pair + pairs_each, pairs)
@@ -139,7 +139,7 @@ def _plan_kernel(
         share = tl.maximum((total + num_programs - 1) // num_programs, least_share)
         begin = tl.minimum(program * share, total)
         end = tl.minimum(begin + share, total)
-    # Every row has at least one block, so the row of a flat index is the number of rows that start at or before it, less 1.
+    # The last row that starts at or before a flat index owns it: a row without blocks starts where the next one does.
     found = (starts[None, :] <= begin[:, None]) & (row < num_rows)[None, :]
     owner = tl.sum(found.to(tl.int32), axis=1) - 1
     chosen = row[None, :] == owner[:, None]
@@ -167,7 +167,7 @@ def _flat_of_pair(pair, row, starts, blocks, total, pairs, HK: tl.constexpr):
 def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace) -> None:
     """Writes the step's plan for `decode_attention`; once a step, before the first layer.
 
-    Shapes: seq_lens [B] int, the new token included; 0 for a padded row.
+    Shapes: seq_lens [B] int, the new token included; 0 for a padded row, which nobody computes.
     """
     num_rows = seq_lens.shape[0]
     rows = triton.next_power_of_2(num_rows)

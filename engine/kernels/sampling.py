@@ -95,7 +95,12 @@ def _exponential(ids, first, second, COMPILED: tl.constexpr):
     )
 
 
-@triton.jit
+# Rows, lengths, counts and results are slices: a variant for every alignment of theirs would be compiled in the middle of
+# serving.
+_SLICES = ["rows_ptr", "num_rows_ptr", "lengths_ptr", "ids_ptr", "bad_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
 def _sample_kernel(
     logits_ptr, rows_ptr, num_rows_ptr, lengths_ptr, dead_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     seed_ptr, scores_ptr, winners_ptr, stats_ptr, arrivals_ptr, ids_ptr, bad_ptr, next_ids_ptr,
@@ -232,7 +237,7 @@ def _winner_above(
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
 def _filter_kernel(
     logits_ptr, rows_ptr, num_rows_ptr, lengths_ptr, dead_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     seed_ptr, stats_ptr, ids_ptr, bad_ptr, next_ids_ptr, logits_stride, max_rows,

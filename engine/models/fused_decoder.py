@@ -57,6 +57,10 @@ class FusedDecoder:
             device=device,
             row_invariant=row_invariant,
         )
+        # Of the decoder, not of a graph's pool: padded rows keep what is here, and that must stay finite.
+        self._attended = torch.zeros(
+            max_rows, config.num_heads, config.head_dim, dtype=model.embedding.dtype, device=device
+        )
         self._split: SplitWorkspace = make_split_workspace(max_features=config.hidden_size, device=device)
 
     @staticmethod
@@ -113,6 +117,7 @@ class FusedDecoder:
                 eps=self._eps,
             ),
             ahead=True,
+            out=self._attended[: residual.shape[0]],
         )
         self._linear(attended.view(residual.shape[0], -1), attention.o.weight, add_to=residual)
         activated = self._linear(residual, mlp.gate_up.weight, norm=layer.mlp_norm.weight, gated=True)

@@ -121,12 +121,9 @@ class LlamaForCausalLM(nn.Module):
         """Logits of some tokens of a step. Shapes: hidden [T, hidden], indices [S] int → [S, vocab] of the model's
         dtype.
         """
-        num_samples = indices.shape[0]
-        if num_samples == 0:
+        if indices.shape[0] == 0:
             return hidden.new_empty((0, self.config.vocab_size))
-        if num_samples != hidden.shape[0]:
-            hidden = hidden.index_select(0, indices)
-        logits: torch.Tensor = self.lm_head(self.norm(hidden))
+        logits: torch.Tensor = self.lm_head(self.norm(hidden.index_select(0, indices)))
         return logits
 
     def _embed(self, ctx: ForwardContext) -> torch.Tensor:

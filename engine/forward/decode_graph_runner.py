@@ -120,7 +120,11 @@ class DecodeGraphRunner:
     def capture_blocking(self, pool: GraphPool) -> None:
         """Capture every bucket, largest first. Stops the host; called once, before the first step."""
         for num_rows in reversed(decode_buckets(self._max_rows)):
-            self._buckets.insert(0, self._capture(num_rows, pool))
+            try:
+                self._buckets.insert(0, self._capture(num_rows, pool))
+            except Exception as error:
+                error.add_note(f"while the decode graph of {num_rows} rows was captured; decode_graph=off does without")
+                raise
         # Warm-up and capture ran real prologues over row 0.
         self._row_state.lengths.zero_()
 

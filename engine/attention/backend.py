@@ -69,6 +69,11 @@ class AttentionSpec:
     device: torch.device
     dtype: torch.dtype
 
+    def empty_page_table(self) -> torch.Tensor:
+        """Row 0 alone, all page 0, as wide as the real one: kernels are compiled for what a width is divisible by."""
+        width = -(-self.max_model_len // self.kv_pool.page_size)
+        return torch.zeros((1, width), dtype=torch.int32, device=self.device)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBucket:

@@ -189,7 +189,7 @@ class _Place:
         """Use every wrapper once, on page 0: modules are loaded, or compiled, and buffers made."""
         spec = self._spec
         one = torch.ones(1, dtype=torch.int32, device=spec.device)
-        rows = _Rows(page_table=one[:, None] - 1, rows=one - 1, seq_lens=one, num_new=(1,), num_prior=(0,))
+        rows = _Rows(page_table=spec.empty_page_table(), rows=one - 1, seq_lens=one, num_new=(1,), num_prior=(0,))
         query = torch.zeros((1, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
         for part, kernel in self._wrappers:
             wrapper = self.plan(kernel, rows, part=part)

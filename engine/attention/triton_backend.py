@@ -101,7 +101,7 @@ class TritonBackend:
         spec = self._spec
         most = max(LONG_TOKENS, 2 * spec.num_rows)
         queries = torch.zeros((most, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
-        page_table = torch.zeros((1, 1), dtype=torch.int32, device=spec.device)
+        page_table = spec.empty_page_table()
         num_rows = 1
         while num_rows < 2 * spec.num_rows:
             plan = self._plan(page_table, GraphRows.make(num_decode=num_rows, num_extend=num_rows, device=spec.device))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -152,7 +153,8 @@ async def test_ids_that_the_model_has_and_the_tokenizer_has_not_are_tolerated(se
             assert streamed.events[-1] == "[DONE]"
         for prompt in ([vocab_size], [-1], [2**31], [[4], [vocab_size]]):
             refused = await served.post("/v1/completions", {"prompt": prompt})
-            assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
+            place = "prompt[1]" if len(prompt) > 1 else "prompt"
+            assert (refused.status, refused.json["error"]["param"]) == (400, place)
 
 
 async def test_banned_ids_are_drawn_in_no_choice(serving: Any, tokenizer: Any) -> None:
@@ -218,6 +220,19 @@ async def test_every_extension_reaches_the_engine(serving: Any, path: str) -> No
         for name, value in (("priority", 3), ("deadline_s", 60)):
             assert (await served.post(path, {**BASES[path], name: value})).status == 200
             assert getattr(requests[-1], name.removesuffix("_s")), name
+
+
+async def test_what_tokens_were_drawn_with_is_in_the_log_and_nothing_that_was_said(
+    serving: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"temperature": 10, "top_k": 7, "seed": 3, "stop": "secret", "presence_penalty": 0.5, "max_tokens": 4}
+    async with serving() as served:
+        with caplog.at_level(logging.INFO, "slipstream.http"):
+            await served.post("/v1/completions", {"prompt": "x", **asked})
+            await served.idle()
+    sampling = "sampling=max_tokens:4,temperature:10.0,top_k:7,seed:3,presence_penalty:0.5"
+    assert f" {sampling} " in caplog.text
+    assert "secret" not in caplog.text
 
 
 CALL_TEXT = (

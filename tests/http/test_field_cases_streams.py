@@ -132,6 +132,8 @@ async def test_the_cause_of_a_stream_s_fault_is_in_the_log_and_the_other_seven_a
             for number, client in enumerate(clients):
                 await client.send("POST", "/v1/completions", body, x_request_id=f"r{number}")
             answers = [await client.answer() for client in clients]
+        metrics = (await served.ask("GET", "/metrics")).body.decode()
+    assert 'slipstream:request_failure_total{code="step_failed",model_name="tiny"} 1.0' in metrics
     failed = [answer for answer in answers if answer.events[-1] != "[DONE]"]
     assert len(failed) == 1
     assert failed[0].complete, "the chunked body ends as it should"

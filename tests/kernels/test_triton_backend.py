@@ -112,8 +112,9 @@ def test_a_captured_plan_follows_the_step_and_writes_no_padding(backend_of):
         reference_plan = prepare_step(reference, reference, batch)
         fill(spec.kv_pool)
         plan.decode(q, 0, out)
-        assert not out[num_decode:3].any(), "a padded slot attends to nothing"
-        out[max(3, num_decode) :].fill_(7.0)
+        padded = out[num_decode:]
+        assert ((padded == 7.0) | (padded == 0.0)).all(), "a padded slot attends to nothing"
+        padded.fill_(7.0)
         plan.extend(q, 0, out)
         expected = reference_plan.forward(q[:tokens], 0)
         torch.testing.assert_close(out[:tokens], expected, rtol=1e-4, atol=1e-5)

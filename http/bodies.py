@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from ..engine.errors import RequestError
 from ..engine.sampling_params import SamplingParams
@@ -86,6 +96,7 @@ def _stop(value: object) -> tuple[str, ...]:
 
 
 def _prompt(value: object) -> object:
+    _check_parts(value, "prompt")
     if _is_text_or_texts(value) or _is_ids_or_lists(value):
         return value
     raise ValueError("a prompt must be a string, a list of strings, a list of token ids, or a list of such lists")
@@ -98,9 +109,15 @@ def _text_prompt(value: object) -> object:
 
 
 def _id_prompt(value: object) -> object:
+    _check_parts(value, "input_ids")
     if _is_ids_or_lists(value):
         return value
     raise ValueError("input_ids must be a list of token ids or a list of such lists")
+
+
+def _check_parts(value: object, name: str) -> None:
+    if isinstance(value, list) and [] in value:
+        raise ValueError(f"{name}[{value.index([])}] is empty")
 
 
 def _is_text_or_texts(value: object) -> bool:
@@ -250,12 +267,15 @@ class GenerationBody(Strict, SteeringFields):
 class CompletionBody(GenerationBody):
     prompt: Prompt
     best_of: int | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
     echo: bool = False
 
     @property
     def num_logprobs(self) -> int | None:
-        return None if self.logprobs is False else self.logprobs
+        return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -275,7 +295,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None
+    content: Any = Field(None, validate_default=True)
+
+    @field_validator("content")
+    @classmethod
+    def _only_the_assistant_may_say_nothing(cls, content: Any, info: ValidationInfo) -> Any:
+        role = info.data.get("role", "assistant")  # a wrong one is told by itself
+        if content is None and role != "assistant":
+            raise ValueError(f"a message of the role {role} has a content")
+        return content
 
 
 class ChatBody(GenerationBody):

@@ -72,8 +72,9 @@ class Endpoint:
             response = await self._handler(self._front, call)
         except Exception as error:
             failure = reported(error, call.request_id)
-            if failure.param in call.names:
-                failure = replace(failure, param=call.names[failure.param])
+            name, bracket, place = (failure.param or "").partition("[")
+            if name in call.names:
+                failure = replace(failure, param=call.names[name] + bracket + place)
             self._front.metrics.refused[failure.status] += 1
             response = failure.response(call.request_id)
         else:

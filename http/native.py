@@ -250,7 +250,7 @@ class NativeShape(PlainEnding):
 
     def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
         told = self._meta_info(end)
-        if self._scores is not None and index not in self._begun:  # nothing was scored: a prompt of one token, no output
+        if self._scores is not None and index not in self._begun:  # a prompt of one token, and no output
             told |= self._scores.of_prompt(self._prompts[index], ())
         return event({"index": index, "text": "", "output_ids": [], "meta_info": told})
 

@@ -172,6 +172,8 @@ _MOST = {
 
 
 def _items(name: str, value: object, most: int) -> tuple[object, ...]:
+    if isinstance(value, tuple) and not value:  # as most are, of most requests
+        return ()
     if not isinstance(value, (Sequence, Set)) or isinstance(value, (str, bytes, bytearray)):
         raise RequestError(f"{name} must be a list, not {shown(value)}", param=name)
     if len(value) > most:

@@ -37,6 +37,11 @@ class DirectConnection(Protocol):
         """Takes what `chunk` makes."""
         ...
 
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether the kernel gave it up: what was written was not taken in time, or nobody answers its probes."""
+        ...
+
     def abort(self) -> None:
         """Cut the connection without writing what is buffered."""
         ...
@@ -74,6 +79,7 @@ class ServedConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self.is_writable = False
+        self.has_timed_out = False
 
     # DirectConnection
 
@@ -99,6 +105,7 @@ class ServedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_writable = False
+        self.has_timed_out = isinstance(exc, TimeoutError)
         self._head_came()
         super().connection_lost(exc)
 

@@ -103,7 +103,11 @@ class _Snapshot(Collector):
         for name, text, value in (
             ("stream_frames", "Text frames streamed; fewer than tokens where output coalesced.", metrics.num_frames),
             ("num_hang_ups", "Requests whose client went away before the end.", metrics.num_hang_ups),
-            ("num_write_timeouts", "Streams cut because the client did not read.", metrics.num_write_timeouts),
+            (
+                "num_write_timeouts",
+                "Streams cut because the client took nothing for too long.",
+                metrics.num_write_timeouts,
+            ),
         ):
             yield self._counter(name, text, value)
 

@@ -65,7 +65,7 @@ class Shape(Protocol):
         """The frame of hidden states, ahead of that of the text whose tokens they belong to; only for who asks for them."""
         ...
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
         """The frame that goes before a choice's first one, or nothing."""
         ...
 

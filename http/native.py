@@ -219,7 +219,7 @@ class NativeShape(PlainEnding):
         self._scores = scores
         self.wants_logprobs = True
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
         return b""
 
     def text(self, index: int) -> Template:

@@ -105,12 +105,13 @@ class ChatShape(OpenAiShape):
         frames = b""
         for delta in deltas:
             choice = {**_choice(index, delta, None), "logprobs": logprobs}
-            frames += event(self.chunk([choice], usage() if self._counts_usage else None))
+            frames += event(self.chunk([choice], self.so_far(usage)))
             logprobs = None
         return frames
 
-    def opening(self, index: int) -> bytes:
-        return event(self.chunk([_choice(index, {"role": "assistant", "content": ""}, None)]))
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
+        role = _choice(index, {"role": "assistant", "content": ""}, None)
+        return event(self.chunk([role], self.so_far(usage)))
 
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
         choice = _choice(index, {"content": text} if end is None else {}, end)
@@ -148,12 +149,10 @@ class ChatShape(OpenAiShape):
 
 
 def _choice(index: int, delta: dict[str, object], end: Finished | None) -> dict[str, object]:
-    choice: dict[str, object] = {
+    return {
         "index": index,
         "delta": delta,
         "logprobs": None,
         "finish_reason": None if end is None else end.reason,
+        "stop_reason": None if end is None else end.stop_reason,
     }
-    if end is not None:
-        choice["stop_reason"] = end.stop_reason
-    return choice

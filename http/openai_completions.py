@@ -87,7 +87,11 @@ class OpenAiShape(PlainEnding, ABC):
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
         piece = {**self.piece(index, text, None), "logprobs": self.told_logprobs(index, logprobs)}
-        return event(self.chunk([piece], usage() if self._counts_usage else None))
+        return event(self.chunk([piece], self.so_far(usage)))
+
+    def so_far(self, usage: Callable[[], Usage]) -> Usage | None:
+        """The usage that a chunk carries before the end."""
+        return usage() if self._counts_usage else None
 
     @abstractmethod
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
@@ -107,7 +111,7 @@ class OpenAiShape(PlainEnding, ABC):
         return event(self.chunk([self.piece(index, text, None)], usage()))
 
     def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
-        return event(self.chunk([self.piece(index, "", self.told(end))], usage() if self._counts_usage else None))
+        return event(self.chunk([self.piece(index, "", self.told(end))], self.so_far(usage)))
 
     def ending(self, usage: Usage) -> bytes:
         return (event(self.chunk([], usage)) if self._includes_usage else b"") + DONE
@@ -133,11 +137,11 @@ class CompletionShape(OpenAiShape):
         self._tokenizer = tokenizer
         self._scored: dict[int, CompletionLogprobs] = {}
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
         """The prompt, unless it comes with its log-probabilities."""
         if not self._echoes or self.wants_logprobs:
             return b""
-        return event(self.chunk([self.piece(index, self._echo(index), None)]))
+        return event(self.chunk([self.piece(index, self._echo(index), None)], self.so_far(usage)))
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
         is_first = self._echoes and index not in self._scored
@@ -184,15 +188,13 @@ class CompletionShape(OpenAiShape):
         return piece
 
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
-        piece: dict[str, object] = {
+        return {
             "index": index,
             "text": text,
             "logprobs": None,
             "finish_reason": None if end is None else end.reason,
+            "stop_reason": None if end is None else end.stop_reason,
         }
-        if end is not None:
-            piece["stop_reason"] = end.stop_reason
-        return piece
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         firsts = [choices[choice.index - choice.index % self._choices_each] for choice in choices]

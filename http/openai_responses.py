@@ -155,7 +155,7 @@ class ResponsesShape:
             "metadata": {},
         }
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
         in_progress = self._response(usage=None)
         return self._event("response.created", response=in_progress) + self._event(
             "response.in_progress", response=in_progress

@@ -77,7 +77,11 @@ class Choice:
         """As far as it has come; the end brings the final one."""
         if self.ended is not None:
             return self.ended.usage
-        return Usage(prompt_tokens=self._num_prompt_tokens, cached_tokens=0, output_tokens=self._num_output_tokens)
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._stream.num_cached_tokens(self._index),
+            output_tokens=self._num_output_tokens,
+        )
 
     def push(
         self,
@@ -149,7 +153,7 @@ class Choice:
     def _first(self, shape: Shape, now: float) -> bytes:
         """What goes before a choice's first frame, and that frame."""
         self._stream.saw_first(now)
-        return shape.opening(self._index) + self._any(shape)
+        return shape.opening(self._index, self._stream.usage) + self._any(shape)
 
     def _any(self, shape: Shape) -> bytes:
         """What is new, whatever it is."""
@@ -248,6 +252,9 @@ class SseResponse(Response):
         if self._course.first_token_s is None:
             self._submission.saw_first(now)
 
+    def num_cached_tokens(self, index: int) -> int:
+        return self._submission.num_cached_tokens(index)
+
     def usage(self) -> Usage:
         """Of all choices together, so far."""
         return total_usage(self._jobs, [choice.usage for choice in self._choices])
@@ -339,6 +346,9 @@ class SseResponse(Response):
     def _hung_up(self) -> None:
         """The client is gone (or has all it came for, which makes this harmless)."""
         if not self._is_given_up:
+            connection = self._connection
+            if connection is not None and connection.has_timed_out and not self._is_over:
+                self.front.metrics.num_write_timeouts += 1
             self._course.hung_up = not self._is_over
             self._is_given_up = self._is_parked = True
             self._submission.abort()

@@ -85,6 +85,10 @@ class Submission:
             raise
         front.live.setdefault(course.request_id, []).append(self)
 
+    def num_cached_tokens(self, index: int) -> int:
+        """Of a choice's prompt, once it has begun."""
+        return self._handles[index].request.num_cached_tokens
+
     def saw_first(self, now: float) -> None:
         """The request's first token is on its way to the client."""
         course, metrics = self._course, self._front.metrics

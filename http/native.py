@@ -26,7 +26,7 @@ from .openai_chat import template_message
 from .prompts import encode_chat, encode_prompts
 from .request_body import checked, read_json
 from .steering import SteeringFields
-from .submission import Job
+from .submission import jobs_of
 
 INLINE_IDS = 2000  # decoded on the loop: more would stop it for longer than a slice
 
@@ -107,11 +107,7 @@ async def generate(front: Front, call: Call) -> Response:
     call.names = {"prompt": "text" if body.text is not None else "input_ids"}
     params = replace(body.sampling_params.params(), **body.asked())
     prompts = await encoded()
-    if len(prompts) > front.settings.max_choices:
-        raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="prompt")
-    urgency = call.urgency(body.priority, body.deadline_s)
-    grammar = await front.engine.compile_grammar(params)
-    jobs = [Job(prompt_ids=prompt_ids, params=params, urgency=urgency, grammar=grammar) for prompt_ids in prompts]
+    jobs = await jobs_of(front, prompts, [params], call.urgency(body.priority, body.deadline_s))
     shape = NativeShape(call.request_id, prompts, is_list=body.is_batch)
     if body.return_logprob:
         shape.score(NativeScores(body, TokenTexts(front.engine.tokenizer)))

@@ -18,7 +18,7 @@ from .logprob_fields import Pieces, chat_logprobs, prompt_logprobs
 from .message_reading import reading_of
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
-from .submission import Job
+from .submission import jobs_of
 
 
 async def chat_completions(front: Front, call: Call) -> Response:
@@ -37,12 +37,7 @@ async def chat_completions(front: Front, call: Call) -> Response:
     )
     shape.messages = None if reading.is_plain else ChatMessages(reading.parser, reading.form)
     params = [reading.held(each) for each in params]
-    urgency = call.urgency(body.priority, body.deadline_s)
-    grammar = await front.engine.compile_grammar(params[0])
-    jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
-        for choice, choice_params in enumerate(params)
-    ]
+    jobs = await jobs_of(front, [prompt_ids], params, call.urgency(body.priority, body.deadline_s))
     return await answer(front, call, shape, jobs, stream=body.stream)
 
 

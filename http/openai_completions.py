@@ -11,7 +11,6 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from ..engine.errors import RequestError
 from ..engine.outputs import Finished, TokenLogprobs, Usage
 from .bodies import CompletionBody, GenerationBody
 from .endpoint import Call, answer
@@ -20,7 +19,7 @@ from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
 from .logprob_fields import CompletionLogprobs, Pieces, TokenTexts, first_of, joined, prompt_logprobs
 from .prompts import encode_prompts
-from .submission import Job
+from .submission import jobs_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
@@ -34,17 +33,8 @@ async def completions(front: Front, call: Call) -> Response:
     model = front.model(body.model)
     shape = CompletionShape(body, response_id=f"cmpl-{call.request_id}", model=model, tokenizer=front.engine.tokenizer)
     params = [body.params(choice=choice, default_max_tokens=DEFAULT_MAX_TOKENS) for choice in range(body.n)]
-    prompts = await encoded()
-    if len(prompts) * body.n > front.settings.max_choices:
-        raise RequestError(f"at most {front.settings.max_choices} choices a request", param="n")
-    shape.prompts = prompts
-    urgency = call.urgency(body.priority, body.deadline_s)
-    grammar = await front.engine.compile_grammar(params[0])
-    jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
-        for prompt_ids in prompts
-        for choice, choice_params in enumerate(params)
-    ]
+    shape.prompts = await encoded()
+    jobs = await jobs_of(front, shape.prompts, params, call.urgency(body.priority, body.deadline_s))
     return await answer(front, call, shape, jobs, stream=body.stream)
 
 

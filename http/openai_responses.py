@@ -25,7 +25,7 @@ from .message_reading import reading_of
 from .prompts import encode_chat
 from .response_input import messages_of
 from .response_output import OutputItems
-from .submission import Job
+from .submission import Urgency, jobs_of
 from .tools import Tools, tools_of
 
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -102,11 +102,8 @@ async def responses(front: Front, call: Call) -> Response:
     (prompt_ids,) = await prompts()
     reading = reading_of(front, body.callable_tools, prompt_ids, has_format=False, separates=True)
     params = reading.held(params)
-    grammar = await front.engine.compile_grammar(params)
     shape = ResponsesShape(body, response_id=f"resp_{call.request_id}", model=model, parser=reading.parser())
-    return await answer(
-        front, call, shape, [Job(prompt_ids=prompt_ids, params=params, grammar=grammar)], stream=body.stream
-    )
+    return await answer(front, call, shape, await jobs_of(front, [prompt_ids], [params], Urgency()), stream=body.stream)
 
 
 async def response_prompt(texts: Texts, body: ResponsesBody) -> Prompts:

@@ -39,6 +39,21 @@ class Job:
     grammar: CompiledGrammar | None = None  # what `params.structured_output` was compiled to
 
 
+async def jobs_of(
+    front: Front, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], urgency: Urgency
+) -> list[Job]:
+    """A choice for each prompt and each of `params`, which ask for the same grammar. Raises what compiling that raises."""
+    if len(prompts) * len(params) > front.settings.max_choices:
+        param = "n" if len(params) > 1 else "prompt"
+        raise RequestError(f"at most {front.settings.max_choices} choices a request", param=param)
+    grammar = await front.engine.compile_grammar(params[0])
+    return [
+        Job(prompt_ids=prompt_ids, params=each, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
+        for prompt_ids in prompts
+        for choice, each in enumerate(params)
+    ]
+
+
 def total_usage(jobs: Sequence[Job], usages: Sequence[Usage]) -> Usage:
     """The usage of a request from that of its choices: each prompt counts once, every output."""
     counted = [usage for job, usage in zip(jobs, usages, strict=True) if job.counts_prompt]

@@ -167,8 +167,11 @@ def generate(
 ) -> None:
     """Go on from a prompt, printing the text as it comes."""
     config, params = _with_tokenizer(settings), _sampling_params(sampling)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:  # said before the model is loaded
+        raise RequestError("the prompt is empty", param="prompt")
     with _runner() as runner:
-        runner.run(_generate(config, sys.stdin.read() if prompt == "-" else prompt, params))
+        runner.run(_generate(config, text, params))
 
 
 async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -> None:
@@ -187,7 +190,7 @@ def chat(
     settings: Mapping[str, object],
     sampling: Mapping[str, object],
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer, /reset forgets the conversation, /exit or Ctrl-D ends it."""
+    """Talk with a model. Ctrl-C stops an answer; /help, /reset and /exit are commands."""
     config, params = _with_tokenizer(settings), _sampling_params(sampling)
     from .engine.engine import Engine
 
@@ -207,6 +210,8 @@ def _converse(runner: asyncio.Runner, engine: Engine, params: SamplingParams, sy
     while (line := _ask()) not in (None, "/exit"):
         if line == "/reset":
             messages = list(opening)
+        elif line.startswith("/") and line[1:].isalpha():  # /help, or what is no command and no message
+            typer.echo("/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer")
         elif line:
             messages.append({"role": "user", "content": line})
             answer: list[str] = []

@@ -67,6 +67,7 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "prefill_attention": Flag("Attention of prompts.", ("--prefill-attention-backend",)),
     "decode_graph": Flag("CUDA graphs of decode steps."),
     "prefill_graph": Flag("CUDA graphs of prefill steps."),
+    "hidden_states": Flag("What CUDA graphs give of hidden states; steps of requests that ask for more run without."),
     "debug_canary": Flag("Poison freed KV pages, so that whoever reads one shows it; slow."),
     "debug_cuda_graph": Flag("Run a step as one eager break inside the graph machinery."),
     "row_invariant": Flag("Compute a row alike whatever shares its batch; slower."),

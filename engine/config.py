@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from .cache.radix_node import EvictionPolicy
 from .errors import ConfigError, shown
+from .hidden_mode import HIDDEN_MODES, HiddenMode
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,12 +52,13 @@ class EngineConfig:
     prefill_attention: AttentionBackendName = "auto"
     decode_graph: GraphMode = "auto"
     prefill_graph: GraphMode = "auto"
+    hidden_states: HiddenMode = "none"  # what graphs are captured for; a step that has to give more runs eagerly
     debug_canary: bool = False  # poison freed KV pages, so that whoever reads one shows it; slow
     debug_cuda_graph: bool = False  # the whole forward as one eager break of a breakable graph
     row_invariant: bool = False  # same arithmetic for a row whatever shares its batch; slower
     cpu_threads: int | None = None  # intra-op threads on the CPU; None: cores - 1
     grammar_backend: GrammarBackendName = "auto"  # xgrammar where it is installed, else llguidance
-    skip_tokenizer: bool = False  # ids in, ids out
+    skip_tokenizer: bool = False  # ids in, ids out; the model's end ids still end
     chat_template: str | None = None  # a file with a Jinja template instead of the model's own
 
     def __post_init__(self) -> None:
@@ -138,6 +140,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prefill_attention": get_args(AttentionBackendName),
     "decode_graph": get_args(GraphMode),
     "prefill_graph": get_args(GraphMode),
+    "hidden_states": HIDDEN_MODES,
 }
 _POSITIVE = (
     "max_model_len",

@@ -20,7 +20,7 @@ from .request import Request
 from .request_builder import RequestBuilder, checked_deadline, checked_params
 from .request_handle import RequestHandle as RequestHandle
 from .sampling_params import SamplingParams
-from .scheduler.scheduler import Scheduler, SchedulerStats
+from .scheduler.scheduler import Scheduler, SchedulerStats, Update
 from .step_loop import StepLoop, deliver
 from .text.chat_template import ChatTemplate
 from .text.tokenization import TextTokenizer
@@ -41,6 +41,7 @@ class Engine:
         self.config = EngineConfig.given(config, settings)
         self.tokenizer: TextTokenizer | None = None
         self.chat_template: ChatTemplate | None = None
+        self._eos_ids: frozenset[int] = frozenset()  # of the model that was opened
         self.model_name = self.config.model
         self.state = EngineState.NEW
         self.marks = MarkSwitch()  # switched on, they record what the loop and its lanes do when
@@ -94,7 +95,7 @@ class Engine:
         try:
             if self._worker is None:
                 opened = await open_model(self.config, self.marks)
-                self._worker, self.model_name = opened.worker, opened.name
+                self._worker, self.model_name, self._eos_ids = opened.worker, opened.name, opened.eos_ids
                 self.tokenizer, self.chat_template = opened.tokenizer, opened.chat_template
             limits = await self._worker.start()
             if self.state is not EngineState.STARTING:
@@ -108,7 +109,7 @@ class Engine:
     def _run_on(self, worker: Worker, limits: WorkerLimits) -> None:
         """Make what stands on a started worker, and set it going."""
         self._scheduler = make_scheduler(self.config, limits, worker)
-        self._builder = RequestBuilder(limits, self.tokenizer)
+        self._builder = RequestBuilder(limits, self.tokenizer, self._eos_ids)
         self._grammars = open_grammars(self.config, self.tokenizer, limits)
         self._loop = StepLoop(
             self._scheduler,
@@ -138,7 +139,7 @@ class Engine:
             for request in list(self._scheduler.requests()):
                 cancelled = self._scheduler.abort(request)
                 if cancelled is not None:
-                    request.sink.end(Failed(error=error, usage=cancelled.usage))
+                    deliver([Update(request, (), "", Failed(error=error, usage=cancelled.usage))])
 
     async def aclose(self) -> None:
         """End every request as cancelled, stop the loop and the worker. Returns in bounded time, from any task."""
@@ -365,7 +366,7 @@ class Engine:
         end = self._scheduler.abort(request)
         if end is not None:
             self._num_aborted += 1
-            request.sink.end(end)
+            deliver([Update(request, (), "", end)])
             if self._loop is not None:
                 self._loop.wake()
 

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, get_args
 
 from .errors import RequestError, shown
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "triggered"]
 MAX_SOURCE_CHARS = 64 << 10
 
 
@@ -18,6 +18,8 @@ MAX_SOURCE_CHARS = 64 << 10
 class GrammarSpec:
     """What the text of a request must be. `source`: a JSON schema as JSON, a regular expression that the whole text
     matches, a grammar in GBNF (`root ::= …`), or a JSON list of the texts to choose from; for `json_object` nothing.
+    For `triggered`, free text in which each marker must be followed by JSON of its schema, the `Triggers` of
+    grammar_triggers.py: `{"after": {marker: schema, …}, "opens": …, "once": …, "reasons": …, "is_thinking": …}`.
 
     Raises: RequestError naming `structured_output`.
     """
@@ -46,8 +48,8 @@ class GrammarSession(Protocol):
         """Nothing can follow any more."""
         ...
 
-    def fill(self) -> bytes:
-        """The ids that may come next, packed as `SampleInputs.masks` has them."""
+    def fill(self) -> bytes | None:
+        """The ids that may come next, packed as `SampleInputs.masks` has them; None where all may."""
         ...
 
     def accept(self, token_id: int) -> bool:

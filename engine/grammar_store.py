@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .errors import Overloaded, RequestError
 from .grammar_session import CompiledGrammar, GrammarBackend, GrammarSpec
+from .grammar_triggers import read_triggers
 from .schema_check import check_schema
 
 COMPILE_TIMEOUT_S = 10.0
@@ -61,6 +62,9 @@ class GrammarStore:
     def _compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         if spec.kind == "json_schema":
             check_schema(_parsed(spec.source))
+        if spec.kind == "triggered":
+            for schema in read_triggers(spec.source).schemas.values():
+                check_schema(schema)
         if self._backend is None:
             self._backend = self._make_backend()
         return self._backend.compile_blocking(spec)

@@ -59,7 +59,9 @@ class LogitRules:
         vocab_size: int,
         bad_sequences: Sequence[tuple[int, ...]] = (),
         grammar: GrammarSession | None = None,
+        penalises: bool = True,
     ) -> None:
+        """`penalises`: False where the device counts for the penalties; the edits are then without them."""
         self._repetition = params.repetition_penalty
         self._frequency = params.frequency_penalty
         self._presence = params.presence_penalty
@@ -74,7 +76,7 @@ class LogitRules:
         self._places.update(zip(self._ids, range(len(self._ids)), strict=True))
         # Without penalties the history changes nothing, and is not walked.
         self._seen: int | None = 0 if self._repetition != 1 else num_prompt_tokens
-        if self._repetition == 1 and not self._frequency and not self._presence:
+        if not penalises or (self._repetition == 1 and not self._frequency and not self._presence):
             self._seen = None
         self._bans = tuple(ids[0] for ids in bad_sequences if len(ids) == 1)
         self._sequences = tuple((array("i", ids[:-1]), ids[-1]) for ids in bad_sequences if len(ids) > 1)
@@ -102,7 +104,9 @@ class LogitRules:
         if self.grammar is None:
             return self._mask
         filled = self.grammar.fill()
-        return filled if self._mask is None else both(filled, self._mask)
+        if filled is None or self._mask is None:
+            return self._mask if filled is None else filled
+        return both(filled, self._mask)
 
     def accept(self, token_id: int) -> bool:
         """Go on by a drawn token that is no end id. Returns whether nothing can follow it; raises if it may not come."""
@@ -140,6 +144,12 @@ def mask_of(ids: Iterable[int], vocab_size: int) -> bytes:
 def both(one: bytes, other: bytes) -> bytes:
     """The ids that are in both masks."""
     joint = int.from_bytes(one, "little") & int.from_bytes(other, "little")
+    return joint.to_bytes(len(one), "little")
+
+
+def either(one: bytes, other: bytes) -> bytes:
+    """The ids that are in one of the masks, or in both."""
+    joint = int.from_bytes(one, "little") | int.from_bytes(other, "little")
     return joint.to_bytes(len(one), "little")
 
 

@@ -25,12 +25,13 @@ class OpenedModel(NamedTuple):
     name: str
     tokenizer: TextTokenizer | None
     chat_template: ChatTemplate | None
+    eos_ids: frozenset[int]  # the ids that end a text, by all of the model's files
 
 
 async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
     """Find the model, read its texts, and make the worker for this machine's device. Raises: ConfigError."""
     # Importing torch takes a second or two: not on the loop, which answers /health meanwhile.
-    tp_worker, model_source = await asyncio.to_thread(_import_device_side)
+    tp_worker, model_source, end_ids = await asyncio.to_thread(_import_device_side)
     needs_weights = config.load_format != "dummy"
     found = await asyncio.to_thread(model_source.resolve_model, config.model, needs_weights=needs_weights)
     tokenizer, chat_template = None, None
@@ -40,14 +41,18 @@ async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
         if config.chat_template is not None:
             source = await asyncio.to_thread(_read_template, config.chat_template)
             chat_template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
-    return OpenedModel(tp_worker.TpWorker(config, found.path, marks), found.name, tokenizer, chat_template)
+        eos_ids = tokenizer.eos_ids
+    else:
+        eos_ids = frozenset(await asyncio.to_thread(end_ids.read_eos_ids, found.path))
+    worker = tp_worker.TpWorker(config, found.path, marks)
+    return OpenedModel(worker, found.name, tokenizer, chat_template, eos_ids)
 
 
-def _import_device_side() -> tuple[ModuleType, ModuleType]:
+def _import_device_side() -> tuple[ModuleType, ModuleType, ModuleType]:
     from .forward import tp_worker
-    from .loader import model_source
+    from .loader import eos_ids, model_source
 
-    return tp_worker, model_source
+    return tp_worker, model_source, eos_ids
 
 
 def open_grammars(config: EngineConfig, tokenizer: TextTokenizer | None, limits: WorkerLimits) -> GrammarStore:
@@ -77,6 +82,7 @@ def make_scheduler(config: EngineConfig, limits: WorkerLimits, worker: Worker) -
         priority_preemption=config.priority_preemption,
         eviction_policy=config.eviction_policy,
         itl_budget_s=None if config.itl_budget_ms is None else config.itl_budget_ms / 1e3,
+        hidden_states=config.hidden_states,
         on_pages_home=worker.poison if config.debug_canary else None,
     )
 

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 
 from .errors import MisuseError, RequestCancelled
-from .outputs import Cancelled, Delta, End, Failed, Finished, TokenLogprobs
+from .outputs import Cancelled, Delta, End, Failed, Finished, HiddenStates, TokenLogprobs
 
 
 class Outbox:
@@ -19,6 +19,7 @@ class Outbox:
     __slots__ = (
         "_end",
         "_has_more",
+        "_hidden_states",
         "_logprobs",
         "_loop",
         "_pieces",
@@ -36,6 +37,7 @@ class Outbox:
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._hidden_states: list[HiddenStates] = []
         self._end: End | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the consumer's
@@ -46,15 +48,18 @@ class Outbox:
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self._token_ids += token_ids
-        if text or logprobs or prompt_logprobs:
+        if text or logprobs or prompt_logprobs or hidden_states is not None:
             self._has_more = True
             if text:
                 self._pieces.append(text)
             self._logprobs += logprobs
             if prompt_logprobs:
                 self._prompt_logprobs = tuple(prompt_logprobs)
+            if hidden_states is not None:
+                self._hidden_states.append(hidden_states)
         waiter = self._waiter
         if waiter is not None and not self._whole:
             self._waiter = None
@@ -99,13 +104,15 @@ class Outbox:
         token_ids.clear()
         if end is None and not self._has_more:
             # What a NamedTuple's own constructor does, at half its cost: this is made for every token of every stream.
-            return tuple.__new__(Delta, (ids, "", None, (), ()))
+            return tuple.__new__(Delta, (ids, "", None, (), (), None))
         finished = end if isinstance(end, Finished) else None
-        delta = Delta(ids, "".join(self._pieces), finished, tuple(self._logprobs), self._prompt_logprobs)
+        states = HiddenStates.joined(self._hidden_states)
+        delta = Delta(ids, "".join(self._pieces), finished, tuple(self._logprobs), self._prompt_logprobs, states)
         self._has_more = False
         self._pieces.clear()
         self._logprobs.clear()
         self._prompt_logprobs = ()
+        self._hidden_states.clear()
         return delta
 
     def _wake(self) -> None:

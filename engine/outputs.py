@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -20,6 +21,36 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+class HiddenStates(NamedTuple):
+    """States behind the model's last norm, of consecutive positions.
+
+    Shapes: `values` is [positions, size] float32 in native byte order, whatever the model's own dtype:
+    `torch.frombuffer(bytearray(values), dtype=torch.float32).view(-1, size)`.
+    """
+
+    first: int  # the position of the first one, counted over prompt and output together
+    size: int
+    values: bytes
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.values) // (4 * self.size)
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first + self.num_positions
+
+    @classmethod
+    def joined(cls, parts: Sequence[HiddenStates]) -> HiddenStates | None:
+        """Parts that follow each other, as one; None for no parts. Raises: MisuseError for a gap."""
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        if any(part.end != after.first for part, after in itertools.pairwise(parts)):
+            raise MisuseError(f"hidden states with a gap: {[(part.first, part.end) for part in parts]}")
+        return cls(parts[0].first, parts[0].size, b"".join([part.values for part in parts]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +99,12 @@ class Sink(Protocol):
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         """New tokens and the text they released (possibly empty: held back for a stop string or a split character).
 
         Log-probabilities are given only for requests that asked for them: one for each token, and those of the prompt
-        once, in the first call.
+        once, in the first call. Hidden states likewise: one for each token, behind those of the prompt in the first call.
         """
         ...
 
@@ -89,6 +121,7 @@ class Delta(NamedTuple):
     finished: Finished | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first delta, if asked for
+    hidden_states: HiddenStates | None = None  # one a token, if asked for; the prompt's before those in the first delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +136,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: tuple[float, ...] | None = None
+    hidden_states: HiddenStates | None = None
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> Completion:
@@ -119,4 +153,5 @@ class Completion:
             logprobs=tuple(each for delta in deltas for each in delta.logprobs),
             prompt_logprobs=tuple(each for delta in deltas for each in delta.prompt_logprobs),
             embedding=finished.embedding,
+            hidden_states=HiddenStates.joined([each for delta in deltas if (each := delta.hidden_states) is not None]),
         )

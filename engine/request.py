@@ -13,7 +13,7 @@ from types import MappingProxyType
 from .cache.radix_node import RadixNode
 from .errors import MisuseError
 from .logit_rules import LogitRules
-from .outputs import Sink, TokenLogprobs, Usage
+from .outputs import HiddenStates, Sink, TokenLogprobs, Usage
 from .sampling_params import SamplingParams
 from .scheduler.schedule_batch import RowSampling
 from .text.text_stream import TextStream
@@ -49,9 +49,13 @@ class Request:
         "decoding",
         "fault",
         "first_step",
+        "hidden_states",
         "ids",
+        "is_counted",
+        "is_plain",
         "last_step",
         "max_total_tokens",
+        "next_hidden",
         "next_scored",
         "node",
         "node_pages",
@@ -94,6 +98,7 @@ class Request:
         sink: Sink,
         text: TextStream | None = None,
         rules: LogitRules | None = None,
+        is_counted: bool = False,
         salt: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -109,10 +114,15 @@ class Request:
         self.sink = sink
         self.text = text
         self.rules = rules
+        self.is_counted = is_counted  # it has penalties, and the device counts its tokens for them
+        self.is_plain = rules is None and params.logprobs is None and not params.min_tokens  # no sample knows of it
         self.fault: Exception | None = None  # its rules raised: it fails when the step is committed
         # The first prompt position whose log-probability is still to come; None: none is asked for.
         self.next_scored = None if params.prompt_logprobs is None else max(1, params.logprob_start)
         self.prompt_logprobs: list[TokenLogprobs] = []  # as far as computed, until they are delivered
+        # The first position whose hidden state is still to come; None: none is asked for.
+        self.next_hidden = {"none": None, "last": self.num_prompt_tokens - 1, "full": 0}[params.hidden_states]
+        self.hidden_states: list[HiddenStates] = []  # as far as computed, until they are delivered
         self.pooled: tuple[float, ...] | None = None  # hidden states, pooled as far as they are computed
         self.salt = salt
         self.priority = priority  # a higher one goes first, where the policy asks for it
@@ -166,13 +176,13 @@ class Request:
 
     @property
     def longest_prefix(self) -> int:
-        """Leading tokens that may come out of the cache: the last one is always computed, and whatever is scored."""
-        num_ids = len(self.ids)
+        """Leading tokens that may come out of the cache: the last one is always computed, and whatever is scored or shown."""
         if self.params.pooling == "mean":
             return 0
-        if self.next_scored is None or self.next_scored >= self.num_prompt_tokens:
-            return num_ids - 1
-        return self.next_scored - 1
+        longest = len(self.ids) - 1
+        if self.next_scored is not None and self.next_scored < self.num_prompt_tokens:
+            longest = self.next_scored - 1
+        return longest if self.next_hidden is None else min(longest, self.next_hidden)
 
     def add_scores(self, scores: Sequence[TokenLogprobs]) -> None:
         """Take in the log-probabilities of the next prompt tokens."""
@@ -183,6 +193,18 @@ class Request:
     def take_scores(self) -> tuple[TokenLogprobs, ...]:
         """The prompt's log-probabilities, once."""
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
+
+    def add_hidden(self, states: HiddenStates) -> None:
+        """Take in the hidden states of the next positions."""
+        self.hidden_states.append(states)
+        self.next_hidden = states.end
+
+    def take_hidden(self) -> HiddenStates | None:
+        """The hidden states since the last time, once; None if there are none."""
+        if not self.hidden_states:
+            return None
+        taken, self.hidden_states = HiddenStates.joined(self.hidden_states), []
         return taken
 
     def add_pooled(self, vector: tuple[float, ...], *, starts: bool) -> None:

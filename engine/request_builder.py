@@ -26,11 +26,14 @@ MAX_DEADLINE_S = 1e9
 class RequestBuilder:
     """Makes requests for one engine. Everything that can be wrong with one is found here, before any compute."""
 
-    def __init__(self, limits: WorkerLimits, tokenizer: TextTokenizer | None) -> None:
+    def __init__(
+        self, limits: WorkerLimits, tokenizer: TextTokenizer | None, eos_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """`eos_ids`: the model's, for an engine that has no tokenizer to name them."""
         self._limits = limits
         self._tokenizer = tokenizer
         # Of the model's end ids only those that it can draw: the others would be masked outside the logits.
-        eos_ids = tokenizer.eos_ids if tokenizer is not None else frozenset[int]()
+        eos_ids = tokenizer.eos_ids if tokenizer is not None else eos_ids
         self._eos_ids = frozenset(token_id for token_id in eos_ids if 0 <= token_id < limits.vocab_size)
         # A sequence longer than the whole pool could never finish, whatever else was retracted for it.
         self._longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
@@ -77,6 +80,7 @@ class RequestBuilder:
             sink=sink,
             text=self._text_stream(ids, params),
             rules=self._rules(len(ids), params, grammar),
+            is_counted=self._limits.counts_tokens and _has_penalties(params),
             salt=salt,
             priority=priority,
             deadline=deadline,
@@ -85,18 +89,20 @@ class RequestBuilder:
     def _checked_ids(self, prompt_ids: Sequence[int]) -> array[int]:
         if isinstance(prompt_ids, (str, bytes, bytearray, Mapping, Set)):  # array would take bytes for packed ids
             raise RequestError(f"the prompt must be a list of token ids, not {shown(prompt_ids)}", param="prompt")
-        try:
-            ids = array("i", prompt_ids)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(f"the prompt must be token ids: {error}", param="prompt") from None
-        if not ids:
-            raise RequestError("the prompt must have at least one token", param="prompt")
         vocab_size = self._limits.vocab_size
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(f"token id {bad} is outside the vocabulary 0…{vocab_size - 1}", param="prompt")
-        return ids
+        try:
+            packed = array("I", prompt_ids)  # unsigned: three times as fast as "i", and no id is negative afterwards
+            are_known = not packed or max(prompt_ids) < vocab_size
+        except OverflowError:
+            packed, are_known = array("I"), False
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"the prompt must be token ids: {error}", param="prompt") from None
+        if not are_known:
+            bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < vocab_size)
+            raise RequestError(f"token id {shown(bad)} is outside the vocabulary 0…{vocab_size - 1}", param="prompt")
+        if not packed:
+            raise RequestError("the prompt must have at least one token", param="prompt")
+        return array("i", packed.tobytes())
 
     def _checked_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output together, at most."""
@@ -145,9 +151,9 @@ class RequestBuilder:
         self._check_ids("bad_words_ids", [token_id for ids in params.bad_words_ids for token_id in ids])
         self._check_ids("logit_bias", dict(params.logit_bias))
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
-        penalties = (params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty)
+        penalises = _has_penalties(params) and not self._limits.counts_tokens
         others = (params.logit_bias, sequences, params.allowed_token_ids, params.logits_processors, grammar)
-        if not any(penalties) and not any(others):
+        if not penalises and not any(others):
             return None
         return LogitRules(
             params,
@@ -155,6 +161,7 @@ class RequestBuilder:
             vocab_size=self._limits.vocab_size,
             bad_sequences=sequences,
             grammar=grammar.session() if grammar is not None else None,
+            penalises=penalises,
         )
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
@@ -178,6 +185,10 @@ class RequestBuilder:
             return None
         detokenizer = Detokenizer(self._tokenizer, prompt_ids=ids, skip_special_tokens=params.skip_special_tokens)
         return TextStream(detokenizer, params.stop, includes_stop=params.include_stop_str_in_output)
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return any((params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty))
 
 
 def checked_params(params: SamplingParams | None) -> SamplingParams:

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 
 from .errors import RequestError, shown
 from .grammar_session import GrammarSpec
+from .hidden_mode import HIDDEN_MODES
+from .hidden_mode import HiddenMode as HiddenMode
 from .logits_processor import LogitsProcessor
 
 GREEDY_BELOW = 1e-5  # a smaller temperature overflows the scaled logits in fp32 and means greedy anyway
@@ -42,6 +44,10 @@ class SamplingParams:
     `pooling` brings the prompt's last hidden state, or the mean of all, behind the model's last norm; it draws nothing
     (`max_tokens` 0).
 
+    `hidden_states` brings states behind the model's last norm, as `HiddenStates`. The state at position p is what the
+    token at p + 1 is drawn from. "last": of the prompt's last token, then of each output token but the newest: one for
+    each token drawn (with `max_tokens` 0, the prompt's last alone). "full": of every token of the prompt before those.
+
     Raises: RequestError naming the field.
     """
 
@@ -70,6 +76,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprob_start: int = 0
     pooling: Pooling | None = None
+    hidden_states: HiddenMode = "none"
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -137,6 +144,11 @@ class SamplingParams:
             raise RequestError(
                 f"pooling is last or mean, with max_tokens 0, and not {shown(self.pooling)}", param="pooling"
             )
+        if not isinstance(self.hidden_states, str) or self.hidden_states not in HIDDEN_MODES:
+            raise RequestError(
+                f"hidden_states is one of {', '.join(HIDDEN_MODES)}, not {shown(self.hidden_states)}",
+                param="hidden_states",
+            )
         if self.structured_output is not None and not isinstance(self.structured_output, GrammarSpec):
             raise RequestError(
                 f"structured_output must be a GrammarSpec, not {shown(self.structured_output)}",
@@ -160,6 +172,8 @@ _MOST = {
 
 
 def _items(name: str, value: object, most: int) -> tuple[object, ...]:
+    if isinstance(value, tuple) and not value:  # as most are, of most requests
+        return ()
     if not isinstance(value, (Sequence, Set)) or isinstance(value, (str, bytes, bytearray)):
         raise RequestError(f"{name} must be a list, not {shown(value)}", param=name)
     if len(value) > most:

@@ -1,15 +1,57 @@
-"""The scripted worker's stand-in for logits: every row has an id it wishes for, and likes the ids after it ever less."""
+"""The scripted worker's stand-in for logits: every row has an id it wishes for, and likes the ids after it ever less.
+
+And for a device that counts: what it knows of a row is what its start said, and what it has drawn since.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 from .logit_rules import LogitEdit
 from .outputs import TokenLogprobs
-from .scheduler.schedule_batch import ScheduleBatch
+from .scheduler.schedule_batch import RowPenalties, RowStart, ScheduleBatch
 from .worker import SampleInputs
+
+Penalise = Callable[[list[float]], None]
+
+
+class ScriptedCounts:
+    """What penalties count, by request row."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[RowPenalties, frozenset[int], Counter[int]]] = {}
+
+    def start(self, starts: Iterable[RowStart]) -> None:
+        """Forget what these rows held, and count their histories."""
+        for start in starts:
+            self._rows.pop(start.row, None)
+            if start.penalties is not None:
+                ids = array("i", start.penalties.history)
+                num_prompt = start.penalties.num_prompt
+                self._rows[start.row] = start.penalties, frozenset(ids[:num_prompt]), Counter(ids[num_prompt:])
+
+    def penalise(self, row: int, length: int, relayed: int) -> Penalise | None:
+        """Once a draw of the row: count the draw before it, if it was since the start. What is to be done to the scores,
+        rounded as edits are.
+        """
+        if row not in self._rows:
+            return None
+        asked, prompt, outputs = self._rows[row]
+        if length > asked.num_tokens:
+            outputs[relayed] += 1
+        factor = array("f", [asked.repetition])[0]
+
+        def change(scores: list[float]) -> None:
+            for token_id in prompt | outputs.keys():
+                x = scores[token_id]
+                scores[token_id] = x * factor if x < 0 else x / factor
+            for token_id, count in outputs.items():
+                scores[token_id] -= array("f", [asked.frequency * count + asked.presence])[0]
+
+        return change
 
 
 class ScriptedDraw:
@@ -23,9 +65,10 @@ class ScriptedDraw:
         self._processors = {index: (processors, history) for index, processors, history in inputs.processors}
         self._logprobs = dict(inputs.logprobs)
 
-    def draw(self, index: int, wished: int, *, obeys_mask: bool = True) -> int:
+    def draw(self, index: int, wished: int, *, obeys_mask: bool = True, penalise: Penalise | None = None) -> int:
         """The id that the row draws. Raises what a processor raises."""
-        if not any(index in changes for changes in (self._suppressed, self._edits, self._masks, self._processors)):
+        changes = (self._suppressed, self._edits, self._masks, self._processors)
+        if penalise is None and not any(index in change for change in changes):
             return wished
         scores = self._scores(wished)
         edit = self._edits.get(index)
@@ -34,6 +77,8 @@ class ScriptedDraw:
             for token_id, bias, factor, take in zip(*columns, strict=True):
                 x = scores[token_id] + bias
                 scores[token_id] = (x * factor if x < 0 else x / factor) - take
+        if penalise is not None:
+            penalise(scores)
         for token_id in self._suppressed.get(index, ()):
             scores[token_id] = -math.inf
         if index in self._masks and obeys_mask:

@@ -17,8 +17,9 @@ from ..streams.host_lane import HostLane
 from ..streams.marks import DRAW, FORWARD, Marks, MarkSwitch
 from ..streams.ticket import Ticket
 from .errors import EngineDead, MisuseError
+from .outputs import HiddenStates
 from .scheduler.schedule_batch import ScheduleBatch
-from .scripted_draw import ScriptedDraw, scripted_pooled, scripted_prompt_logprobs
+from .scripted_draw import ScriptedCounts, ScriptedDraw, scripted_pooled, scripted_prompt_logprobs
 from .scripted_lanes import TimerLane, TurnLane
 from .worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 
@@ -75,6 +76,7 @@ class ScriptedWorker:
         self._cells: list[_Cell | None] = [None] * ((limits.num_pages + 1) * limits.page_size)
         self._seeds = [0] * (limits.num_rows + 1)
         self._relay = [0] * (limits.num_rows + 1)
+        self._counts = ScriptedCounts()
 
     async def start(self) -> WorkerLimits:
         if self.script.cost_s is not None:
@@ -144,6 +146,7 @@ class ScriptedWorker:
             self._table[row][column] = page
         for start in batch.starts:
             self._seeds[start.row] = start.sampling.seed
+        self._counts.start(batch.starts)
         if batch.step in self.script.forward_faults:
             chains.update(dict.fromkeys(range(batch.num_rows), RuntimeError(f"scripted: step {batch.step} fails")))
             return
@@ -197,9 +200,12 @@ class ScriptedWorker:
             if index in inputs.dead or isinstance(chain, Exception):
                 token_ids.append(0)
                 continue
-            wished = token_id = self._draw(row, batch.num_prior[index] + batch.num_new[index], chain)
+            length = batch.num_prior[index] + batch.num_new[index]
+            wished = token_id = self._draw(row, length, chain)
+            penalise = self._counts.penalise(row, length, self._relay[row])
+            obeys_mask = (batch.step, index) not in self.script.mask_faults
             try:
-                token_id = draws.draw(index, wished, obeys_mask=(batch.step, index) not in self.script.mask_faults)
+                token_id = draws.draw(index, wished, obeys_mask=obeys_mask, penalise=penalise)
             except Exception as error:
                 row_errors[index] = f"scripted: {error}"
             asked = draws.logprobs(index, wished, token_id)
@@ -212,8 +218,21 @@ class ScriptedWorker:
             logprobs=logprobs,
             prompt_logprobs=scripted_prompt_logprobs(batch),
             pooled=scripted_pooled(batch),
+            hidden_states=self._shown(batch, inputs.dead),
             row_errors=row_errors,
         )
+
+    def _shown(self, batch: ScheduleBatch, dead: frozenset[int]) -> dict[int, HiddenStates]:
+        """Three numbers a position: the token there, the position, and some of the hash of the history up to it."""
+        found = {}
+        for place, first in batch.shown:
+            if place in dead:
+                continue
+            start, end = batch.num_prior[place] + first, batch.num_prior[place] + batch.num_new[place]
+            cells = [self._cells[self._slot(batch.rows[place], position)] for position in range(start, end)]
+            values = [(cell.token_id, cell.position, cell.chain & 0xFFFF) for cell in cells if cell is not None]
+            found[place] = HiddenStates(start, 3, array("f", [each for state in values for each in state]).tobytes())
+        return found
 
     def _draw(self, row: int, length: int, chain: int) -> int:
         if self.script.token_of is None:

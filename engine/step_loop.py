@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from ..streams import marks as phases
 from ..streams.marks import MarkSwitch
 from .errors import EngineDead, MisuseError, StepFailed
-from .request import RequestState
+from .outputs import Failed
+from .request import Request, RequestState
 from .scheduler.schedule_batch import NoBatch, ScheduleBatch
 from .scheduler.scheduler import Scheduler, Update
 from .step_watch import StepWatch
@@ -94,7 +95,7 @@ class StepLoop:
                 continue
             self.idle.clear()
             if scheduler.has_deadlines:
-                deliver(scheduler.expire(self.clock()))
+                self._deliver(scheduler.expire(self.clock()))
             if pending is not None:
                 self._resolve(pending)
                 if not self._overlap:
@@ -182,22 +183,49 @@ class StepLoop:
             self._after_commit()
         marks.end(mark)
         mark = marks.start(phases.SEND, batch.step)
-        deliver(updates)
+        self._deliver(updates)
         marks.end(mark)
 
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        """Deliver; a request whose sink raised is ended, if it has not just been."""
+        for request in deliver(updates):
+            cancelled = self._scheduler.abort(request)
+            if cancelled is not None:
+                error = StepFailed("its tokens could not be delivered")
+                deliver([Update(request, (), "", Failed(error=error, usage=cancelled.usage))])
 
-def deliver(updates: Sequence[Update]) -> None:
-    """Hand every update to its request's sink, tokens before the end."""
+
+def deliver(updates: Sequence[Update]) -> list[Request]:
+    """Hand every update to its request's sink, tokens before the end. Returns the requests whose sinks have raised.
+
+    A sink must not raise; one that does is told to the event loop's exception handler, and hurts nobody else.
+    """
     running = RequestState.RUNNING
-    for request, token_ids, text, end, logprobs, prompt_logprobs in updates:
+    broken: list[Request] = []
+    for request, token_ids, text, end, logprobs, prompt_logprobs, hidden_states in updates:
         if end is None and request.state is not running and request.has_ended:
             continue  # a sink before it in this very list has aborted it: it had its end
-        if logprobs or prompt_logprobs:
-            request.sink.push(token_ids, text, logprobs, prompt_logprobs)
-        elif token_ids or text:
-            request.sink.push(token_ids, text)
+        try:
+            if hidden_states is not None:
+                request.sink.push(token_ids, text, logprobs, prompt_logprobs, hidden_states)
+            elif logprobs or prompt_logprobs:
+                request.sink.push(token_ids, text, logprobs, prompt_logprobs)
+            elif token_ids or text:
+                request.sink.push(token_ids, text)
+        except Exception as error:
+            broken.append(request)
+            _tell(request, error)
         if end is not None:
-            request.sink.end(end)
+            try:
+                request.sink.end(end)
+            except Exception as error:
+                _tell(request, error)
+    return broken
+
+
+def _tell(request: Request, error: Exception) -> None:
+    context = {"message": f"the sink of request {request.request_id} raised", "exception": error}
+    asyncio.get_running_loop().call_exception_handler(context)
 
 
 def _as_step_failed(error: Exception | None, step: int) -> StepFailed:

@@ -14,7 +14,7 @@ from ..streams.ticket import Ticket
 from .errors import MisuseError
 from .logit_rules import LogitEdit
 from .logits_processor import LogitsProcessor
-from .outputs import TokenLogprobs
+from .outputs import HiddenStates, TokenLogprobs
 from .scheduler.schedule_batch import ScheduleBatch
 
 
@@ -27,6 +27,7 @@ class WorkerLimits:
     num_rows: int  # usable rows, without row 0
     max_model_len: int  # longest sequence, prompt and output together, in tokens
     vocab_size: int  # ids 0…vocab_size-1 are valid inputs
+    counts_tokens: bool = False  # penalties go with the start of a row, and the device counts; else they come as edits
     memory_table: str = ""  # what the start took of the device's memory, for people
 
 
@@ -35,7 +36,8 @@ class SampleInputs:
     """What the host adds to a step's logits once everything before that step is committed. Picklable.
 
     Indices are positions in `batch.rows`; the columns with them hold rows that sample, in order. Log-probabilities are
-    taken first; then edits, suppressed ids and masks apply, and processors last.
+    taken first; then edits apply, penalties of rows that the device counts for, suppressed ids and masks, and processors
+    last.
     """
 
     dead: frozenset[int] = frozenset()  # rows that ended meanwhile: not sampled, no relay write
@@ -58,6 +60,7 @@ class StepOutcome:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by position in rows
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by position in rows
     pooled: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by position in rows
+    hidden_states: Mapping[int, HiddenStates] = field(default_factory=dict)  # by position in rows
     row_errors: Mapping[int, str] = field(default_factory=dict)  # position in rows → why that row alone failed
 
 

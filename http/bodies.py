@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from ..engine.errors import RequestError
 from ..engine.sampling_params import SamplingParams
@@ -37,7 +47,6 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -87,6 +96,7 @@ def _stop(value: object) -> tuple[str, ...]:
 
 
 def _prompt(value: object) -> object:
+    _check_parts(value, "prompt")
     if _is_text_or_texts(value) or _is_ids_or_lists(value):
         return value
     raise ValueError("a prompt must be a string, a list of strings, a list of token ids, or a list of such lists")
@@ -99,9 +109,15 @@ def _text_prompt(value: object) -> object:
 
 
 def _id_prompt(value: object) -> object:
+    _check_parts(value, "input_ids")
     if _is_ids_or_lists(value):
         return value
     raise ValueError("input_ids must be a list of token ids or a list of such lists")
+
+
+def _check_parts(value: object, name: str) -> None:
+    if isinstance(value, list) and [] in value:
+        raise ValueError(f"{name}[{value.index([])}] is empty")
 
 
 def _is_text_or_texts(value: object) -> bool:
@@ -179,6 +195,7 @@ class GenerationBody(Strict, SteeringFields):
     request_id: RequestId | None = None
     priority: int = 0
     deadline_s: DeadlineSeconds = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -189,6 +206,12 @@ class GenerationBody(Strict, SteeringFields):
     def _stream_options_need_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs are only answered whole: leave out stream", param="prompt_logprobs")
         return self
 
     @property
@@ -219,7 +242,8 @@ class GenerationBody(Strict, SteeringFields):
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
+            # What is told of a prompt its first choice brings, whole; in a stream each choice begins with its own.
+            prompt_logprobs=self.num_prompt_logprobs if self.stream or choice == 0 else None,
             **self.steering(),
         )
 
@@ -230,7 +254,7 @@ class GenerationBody(Strict, SteeringFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return None
+        return self.prompt_logprobs
 
     @property
     def names(self) -> dict[str, str]:
@@ -243,22 +267,20 @@ class GenerationBody(Strict, SteeringFields):
 class CompletionBody(GenerationBody):
     prompt: Prompt
     best_of: int | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
     echo: bool = False
 
     @property
     def num_logprobs(self) -> int | None:
-        return None if self.logprobs is False else self.logprobs
+        return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return self.num_logprobs if self.echo else None
-
-    @model_validator(mode="after")
-    def _scores_are_not_streamed_with_their_prompt(self) -> CompletionBody:
-        if self.echo and self.stream and self.num_logprobs is not None:
-            raise RequestError("echo with logprobs is only answered whole: leave out stream", param="echo")
-        return self
+        asked = [self.prompt_logprobs, self.num_logprobs if self.echo else None]
+        return max((each for each in asked if each is not None), default=None)
 
     @model_validator(mode="after")
     def _best_of_picks_nothing(self) -> CompletionBody:
@@ -273,7 +295,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None
+    content: Any = Field(None, validate_default=True)
+
+    @field_validator("content")
+    @classmethod
+    def _only_the_assistant_may_say_nothing(cls, content: Any, info: ValidationInfo) -> Any:
+        role = info.data.get("role", "assistant")  # a wrong one is told by itself
+        if content is None and role != "assistant":
+            raise ValueError(f"a message of the role {role} has a content")
+        return content
 
 
 class ChatBody(GenerationBody):
@@ -296,8 +326,13 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _tools_are_tools(self) -> ChatBody:
         tools = self.callable_tools
-        if tools is not None and tools.grammar() is not None and self.grammar() is not None:
+        if tools is None or self.grammar() is None:
+            return self
+        if tools.must_call:
             raise RequestError("a call that is required leaves no room for a format", param="tool_choice")
+        if tools.mode == "auto" and tools.strict:
+            place = next(iter(tools.strict.values()))
+            raise RequestError("a format leaves no room for strict calls", param=place, code="unsupported_parameter")
         return self
 
     @model_validator(mode="after")

@@ -32,13 +32,24 @@ class DirectConnection(Protocol):
         """Whether a write neither waits nor is lost."""
         ...
 
-    def write_chunk(self, body: bytes) -> None:
-        """Write `body`, which must not be empty."""
+    @property
+    def transport(self) -> asyncio.WriteTransport:
+        """Takes what `chunk` makes."""
+        ...
+
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether the kernel gave it up: what was written was not taken in time, or nobody answers its probes."""
         ...
 
     def abort(self) -> None:
         """Cut the connection without writing what is buffered."""
         ...
+
+
+def chunk(body: bytes) -> bytes:
+    """`body`, which must not be empty, as it goes over the wire."""
+    return b"%x\r\n%b\r\n" % (len(body), body)
 
 
 def direct_connection(scope: Scope) -> DirectConnection | None:
@@ -49,6 +60,8 @@ def direct_connection(scope: Scope) -> DirectConnection | None:
 class ServedConnection(HttpToolsProtocol):
     """Adds to uvicorn's protocol what it leaves out: time and size limits for a request's head, TCP keepalive, small
     write buffers, and itself as a DirectConnection in the request's scope."""
+
+    __slots__ = ("is_writable",)  # looked at for every frame; a transport that is closing is found by `connection_lost`
 
     def __init__(
         self,
@@ -65,17 +78,13 @@ class ServedConnection(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
+        self.is_writable = False
+        self.has_timed_out = False
 
     # DirectConnection
 
-    @property
-    def is_writable(self) -> bool:
-        return not (self.flow.write_paused or self.transport.is_closing())
-
-    def write_chunk(self, body: bytes) -> None:
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
     def abort(self) -> None:
+        self.is_writable = False
         self.transport.abort()
 
     @property
@@ -87,6 +96,7 @@ class ServedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.is_writable = True
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -94,6 +104,8 @@ class ServedConnection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_writable = False
+        self.has_timed_out = isinstance(exc, TimeoutError)
         self._head_came()
         super().connection_lost(exc)
 
@@ -104,6 +116,14 @@ class ServedConnection(HttpToolsProtocol):
                 self._refuse(_TOO_LARGE)
                 return
         super().data_received(data)
+
+    def pause_writing(self) -> None:
+        self.is_writable = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.is_writable = not self.transport.is_closing()
+        super().resume_writing()
 
     # httptools' callbacks
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter
 
 from ..engine.outputs import End, Finished, Usage
+from ..engine.sampling_params import SamplingParams
 from .failures import failure_of
+
+_TOLD = tuple(
+    (field.name, field.default)
+    for field in fields(SamplingParams)
+    if isinstance(field.default, (int, float)) or field.name in ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+)
+"""The sampling parameters that the log tells: numbers and switches, nothing of what was asked in words."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,6 +25,7 @@ class Course:
     request_id: str
     accepted_at: float
     prompts: Sequence[Sequence[int]] = ()
+    params: SamplingParams | None = None  # of the first choice
     queue_s: float | None = None
     first_token_s: float | None = None
     seconds: float | None = None
@@ -40,6 +49,7 @@ class Course:
             "prompt_tokens": usage.prompt_tokens if usage else None,
             "cached_tokens": usage.cached_tokens if usage else None,
             "output_tokens": usage.output_tokens if usage else None,
+            "sampling": _sampling(self.params),
             "finish": ",".join(sorted(set(self.reasons))) or None,
             "queue_s": self.queue_s,
             "first_token_s": self.first_token_s,
@@ -47,3 +57,9 @@ class Course:
             "hung_up": True if self.hung_up else None,
         }
         return {name: value for name, value in told.items() if value is not None}
+
+
+def _sampling(params: SamplingParams | None) -> str | None:
+    """What the tokens were drawn with, where it is not the default."""
+    values = [(name, getattr(params, name)) for name, default in _TOLD if getattr(params, name, default) != default]
+    return ",".join(f"{name}:{str(value).lower()}" for name, value in values) or None

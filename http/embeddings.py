@@ -20,7 +20,7 @@ from .frames import Collected
 from .front import Front
 from .prompts import encode_prompts
 from .request_body import checked, read_json
-from .submission import Job
+from .submission import Urgency, jobs_of
 
 Vector = Sequence[float]
 
@@ -51,7 +51,8 @@ async def embeddings(front: Front, call: Call) -> Response:
     body = checked(EmbeddingBody, await read_json(call.request, front.settings))
     call.names = {"prompt": "input"}
     model = front.model(body.model)
-    jobs = _jobs(front, await encode_prompts(front.engine, body.input, param="input"), body.pooling)
+    prompts = await encode_prompts(front.engine, body.input, param="input")
+    jobs = await jobs_of(front, prompts, [SamplingParams(max_tokens=0, pooling=body.pooling)], Urgency())
     shape = EmbeddingShape(model, as_base64=body.encoding_format == "base64", normalizes=body.normalize)
     return await answer_whole(front, call, shape, jobs)
 
@@ -67,15 +68,8 @@ async def score(front: Front, call: Call) -> Response:
         raise RequestError("text_1 is one text, or as many as text_2", param="text_1")
     ids = await encode_prompts(front.engine, first, param="text_1")
     ids += await encode_prompts(front.engine, second, param="text_2")
-    shape = ScoreShape(model, num_first=len(first))
-    return await answer_whole(front, call, shape, _jobs(front, ids, body.pooling))
-
-
-def _jobs(front: Front, prompts: Sequence[Sequence[int]], pooling: Literal["last", "mean"]) -> list[Job]:
-    if len(prompts) > front.settings.max_choices:
-        raise RequestError(f"at most {front.settings.max_choices} inputs a request", param="input")
-    params = SamplingParams(max_tokens=0, pooling=pooling)
-    return [Job(prompt_ids=prompt_ids, params=params) for prompt_ids in prompts]
+    jobs = await jobs_of(front, ids, [SamplingParams(max_tokens=0, pooling=body.pooling)], Urgency())
+    return await answer_whole(front, call, ScoreShape(model, num_first=len(first)), jobs)
 
 
 class EmbeddingShape:

@@ -72,8 +72,9 @@ class Endpoint:
             response = await self._handler(self._front, call)
         except Exception as error:
             failure = reported(error, call.request_id)
-            if failure.param in call.names:
-                failure = replace(failure, param=call.names[failure.param])
+            name, bracket, place = (failure.param or "").partition("[")
+            if name in call.names:
+                failure = replace(failure, param=call.names[name] + bracket + place)
             self._front.metrics.refused[failure.status] += 1
             response = failure.response(call.request_id)
         else:
@@ -103,5 +104,10 @@ async def answer_whole(front: Front, call: Call, shape: WholeShape, jobs: Sequen
 
 def _begun(call: Call, jobs: Sequence[Job]) -> Course:
     prompts = [job.prompt_ids for job in jobs if job.counts_prompt]
-    call.course = Course(request_id=call.request_id, accepted_at=call.accepted_at, prompts=prompts)
+    call.course = Course(
+        request_id=call.request_id,
+        accepted_at=call.accepted_at,
+        prompts=prompts,
+        params=jobs[0].params if jobs else None,
+    )
     return call.course

@@ -56,6 +56,11 @@ class _Snapshot(Collector):
             ("num_preemptions", "Requests retracted to make room.", stats.num_retractions),
             ("num_steps", "Steps launched.", stats.num_steps),
             ("num_drains", "Steps planned only after the one in flight had come home.", stats.num_drains),
+            (
+                "num_eager_for_hidden_states",
+                "Steps that had to give more hidden states than graphs are captured for, and ran eagerly.",
+                stats.num_eager_for_hidden,
+            ),
             ("num_aborts", "Requests aborted.", self._front.engine.num_aborted),
         ):
             yield self._counter(name, text, value)
@@ -98,7 +103,11 @@ class _Snapshot(Collector):
         for name, text, value in (
             ("stream_frames", "Text frames streamed; fewer than tokens where output coalesced.", metrics.num_frames),
             ("num_hang_ups", "Requests whose client went away before the end.", metrics.num_hang_ups),
-            ("num_write_timeouts", "Streams cut because the client did not read.", metrics.num_write_timeouts),
+            (
+                "num_write_timeouts",
+                "Streams cut because the client took nothing for too long.",
+                metrics.num_write_timeouts,
+            ),
         ):
             yield self._counter(name, text, value)
 

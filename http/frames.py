@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import orjson
 
 from ..engine.errors import MisuseError
-from ..engine.outputs import Finished, TokenLogprobs, Usage
+from ..engine.outputs import Finished, HiddenStates, TokenLogprobs, Usage
 from .failures import Failure
 
 DONE = b"data: [DONE]\n\n"
@@ -34,6 +34,7 @@ class Collected:
     end: Finished
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    hidden_states: HiddenStates | None = None
 
 
 class WholeShape(Protocol):
@@ -55,10 +56,16 @@ class Shape(Protocol):
         ...
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
-        """The frame of a piece of text with the log-probabilities of the tokens since the frame before."""
+        """The frame of a piece of text with the log-probabilities of the tokens since the frame before. The first frame's
+        begin with the prompt's, if those were asked for.
+        """
         ...
 
-    def opening(self, index: int) -> bytes:
+    def hidden(self, index: int, states: HiddenStates) -> bytes:
+        """The frame of hidden states, ahead of that of the text whose tokens they belong to; only for who asks for them."""
+        ...
+
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
         """The frame that goes before a choice's first one, or nothing."""
         ...
 
@@ -88,12 +95,15 @@ class Shape(Protocol):
 
 
 class PlainEnding:
-    """How most APIs end a stream, and that they carry no log-probabilities."""
+    """How most APIs end a stream, and that they carry no log-probabilities and no hidden states."""
 
     wants_logprobs = False
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
         raise MisuseError("this shape asks for no log-probabilities")
+
+    def hidden(self, index: int, states: HiddenStates) -> bytes:
+        raise MisuseError("this shape asks for no hidden states")
 
     def ending(self, usage: Usage) -> bytes:
         return DONE

@@ -5,7 +5,7 @@ What comes out depends on the text alone and not on how it was cut: the deltas o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -22,6 +22,14 @@ class CallForm(Enum):
     MISTRAL = "mistral"  # [TOOL_CALLS][{…}, …], or [TOOL_CALLS]name{…}
     ARRAY = "array"  # the whole text is a JSON array of calls: what `tool_choice: required` is constrained to
     ARGUMENTS = "arguments"  # the whole text is the arguments of one call, whose name is known
+
+
+MARKERS: Final[Mapping[CallForm, str]] = {
+    CallForm.HERMES: "<tool_call>",
+    CallForm.LLAMA: "<|python_tag|>",
+    CallForm.MISTRAL: "[TOOL_CALLS]",
+}
+"""What announces a call in text that is free otherwise."""
 
 
 class Piece(NamedTuple):
@@ -160,11 +168,7 @@ class MessageParser:
         return True
 
     def _plain(self) -> bool:
-        marker = {
-            CallForm.HERMES: "<tool_call>",
-            CallForm.LLAMA: "<|python_tag|>",
-            CallForm.MISTRAL: "[TOOL_CALLS]",
-        }.get(self._form or CallForm.ARRAY)
+        marker = None if self._form is None else MARKERS.get(self._form)
         if marker is None:
             self._content(self._buffer)
             self._buffer = ""

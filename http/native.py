@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -11,18 +13,20 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from ..engine.errors import MisuseError, RequestError
-from ..engine.outputs import Finished, Usage
-from ..engine.sampling_params import SamplingParams
+from ..engine.outputs import Finished, HiddenStates, TokenLogprobs, Usage
+from ..engine.sampling_params import HiddenMode, SamplingParams
 from .bodies import ChatMessage, DeadlineSeconds, IdPrompt, RequestId, Stop, Strict, TextPrompt
 from .endpoint import Call, answer, json_response
 from .frames import TEXT, Collected, PlainEnding, Template, event, template
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
+from .logprob_fields import TokenTexts
+from .native_logprobs import NativeLogprobs, NativeScores
 from .openai_chat import template_message
 from .prompts import encode_chat, encode_prompts
 from .request_body import checked, read_json
 from .steering import SteeringFields
-from .submission import Job
+from .submission import jobs_of
 
 INLINE_IDS = 2000  # decoded on the loop: more would stop it for longer than a slice
 
@@ -43,6 +47,7 @@ class NativeSampling(Strict, SteeringFields):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    hidden_states: HiddenMode = "none"
 
     def params(self) -> SamplingParams:
         """Raises: RequestError naming the field."""
@@ -53,7 +58,7 @@ class NativeSampling(Strict, SteeringFields):
         return SamplingParams(**values)
 
 
-class GenerateBody(Strict):
+class GenerateBody(Strict, NativeLogprobs):
     text: TextPrompt | None = None
     input_ids: IdPrompt | None = None
     sampling_params: NativeSampling = Field(default_factory=NativeSampling)
@@ -100,14 +105,12 @@ async def generate(front: Front, call: Call) -> Response:
     body, encoded = await take_in(front, call, GENERATE)
     call.request_id = body.rid or call.request_id
     call.names = {"prompt": "text" if body.text is not None else "input_ids"}
-    params = body.sampling_params.params()
+    params = replace(body.sampling_params.params(), **body.asked())
     prompts = await encoded()
-    if len(prompts) > front.settings.max_choices:
-        raise RequestError(f"at most {front.settings.max_choices} prompts a request", param="prompt")
-    urgency = call.urgency(body.priority, body.deadline_s)
-    grammar = await front.engine.compile_grammar(params)
-    jobs = [Job(prompt_ids=prompt_ids, params=params, urgency=urgency, grammar=grammar) for prompt_ids in prompts]
-    shape = NativeShape(call.request_id, is_list=body.is_batch)
+    jobs = await jobs_of(front, prompts, [params], call.urgency(body.priority, body.deadline_s))
+    shape = NativeShape(call.request_id, prompts, is_list=body.is_batch)
+    if body.return_logprob:
+        shape.score(NativeScores(body, TokenTexts(front.engine.tokenizer)))
     return await answer(front, call, shape, jobs, stream=body.stream)
 
 
@@ -200,11 +203,19 @@ class NativeShape(PlainEnding):
 
     wants_ids = True
 
-    def __init__(self, request_id: str, *, is_list: bool) -> None:
+    def __init__(self, request_id: str, prompts: Prompts, *, is_list: bool) -> None:
         self._request_id = request_id
+        self._prompts = prompts
         self._is_list = is_list
+        self._scores: NativeScores | None = None
+        self._begun: set[int] = set()  # choices whose prompt's log-probabilities are out
 
-    def opening(self, index: int) -> bytes:
+    def score(self, scores: NativeScores) -> None:
+        """Tell log-probabilities too."""
+        self._scores = scores
+        self.wants_logprobs = True
+
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
         return b""
 
     def text(self, index: int) -> Template:
@@ -214,8 +225,30 @@ class NativeShape(PlainEnding):
     def frame(self, index: int, text: str, usage: Callable[[], Usage]) -> bytes:
         raise MisuseError("frames of this shape come from the template")
 
+    def hidden(self, index: int, states: HiddenStates) -> bytes:
+        return event(
+            {"index": index, "text": "", "output_ids": [], "hidden_states": _fields(states), "meta_info": None}
+        )
+
+    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
+        if self._scores is None:
+            raise MisuseError("this request asks for no log-probabilities")
+        prompt = self._prompts[index]
+        told: dict[str, object] = {}
+        if index not in self._begun:
+            self._begun.add(index)
+            num_scored = self._scores.num_of_prompt(prompt)
+            told = self._scores.of_prompt(prompt, logprobs[:num_scored])
+            logprobs = logprobs[num_scored:]
+        told |= self._scores.of_output(logprobs)
+        ids = [each.token_id for each in logprobs]
+        return event({"index": index, "text": text, "output_ids": ids, "meta_info": told})
+
     def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
-        return event({"index": index, "text": "", "output_ids": [], "meta_info": self._meta_info(end)})
+        told = self._meta_info(end)
+        if self._scores is not None and index not in self._begun:  # a prompt of one token, and no output
+            told |= self._scores.of_prompt(self._prompts[index], ())
+        return event({"index": index, "text": "", "output_ids": [], "meta_info": told})
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         answers = [
@@ -223,11 +256,18 @@ class NativeShape(PlainEnding):
                 "index": choice.index,
                 "text": choice.text,
                 "output_ids": list(choice.token_ids),
-                "meta_info": self._meta_info(choice.end),
+                **({} if choice.hidden_states is None else {"hidden_states": _fields(choice.hidden_states)}),
+                "meta_info": {**self._meta_info(choice.end), **self._told(choice)},
             }
             for choice in choices
         ]
         return orjson.dumps(answers if self._is_list else answers[0])
+
+    def _told(self, choice: Collected) -> dict[str, object]:
+        if self._scores is None:
+            return {}
+        prompt = self._scores.of_prompt(self._prompts[choice.index], choice.prompt_logprobs)
+        return {**prompt, **self._scores.of_output(choice.logprobs)}
 
     def _meta_info(self, end: Finished) -> dict[str, object]:
         return {
@@ -237,3 +277,13 @@ class NativeShape(PlainEnding):
             "completion_tokens": end.usage.output_tokens,
             "cached_tokens": end.usage.cached_tokens,
         }
+
+
+def _fields(states: HiddenStates) -> dict[str, object]:
+    """As base64: numbers in JSON take five times the bytes, and the loop's time for each."""
+    return {
+        "first": states.first,
+        "shape": [states.num_positions, states.size],
+        "dtype": "float32",
+        "data": base64.b64encode(states.values).decode(),
+    }

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
 from ..engine.outputs import Finished, TokenLogprobs, Usage
-from ..engine.sampling_params import SamplingParams
 from .bodies import ChatBody, ChatMessage, GenerationBody
 from .chat_message import ChatMessages
 from .endpoint import Call, answer
 from .frames import Collected, Template, event
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
-from .logprob_fields import Pieces, chat_logprobs
-from .message_parser import CallForm, MessageParser
+from .logprob_fields import Pieces, chat_logprobs, prompt_logprobs
+from .message_reading import reading_of
 from .openai_completions import OpenAiShape
 from .prompts import encode_chat
-from .submission import Job
-from .tools import Tools
+from .submission import jobs_of
 
 
 async def chat_completions(front: Front, call: Call) -> Response:
@@ -33,53 +30,15 @@ async def chat_completions(front: Front, call: Call) -> Response:
     model = front.model(body.model)
     shape = ChatShape(body, response_id=f"chatcmpl-{call.request_id}", model=model, tokenizer=front.engine.tokenizer)
     params = [body.params(choice=choice, default_max_tokens=None) for choice in range(body.n)]
-    tools = body.callable_tools
-    form = None if tools is None else tools.form(_template(front))
-    if tools is not None and form is not None:
-        params = [_with_tools(each, tools, form) for each in params]
     (prompt_ids,) = await prompts()
-    shape.messages = _messages(front, body, tools, form, prompt_ids, is_free=params[0].structured_output is None)
-    urgency = call.urgency(body.priority, body.deadline_s)
-    grammar = await front.engine.compile_grammar(params[0])
-    jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
-        for choice, choice_params in enumerate(params)
-    ]
+    has_format = params[0].structured_output is not None
+    reading = reading_of(
+        front, body.callable_tools, prompt_ids, has_format=has_format, separates=body.separate_reasoning
+    )
+    shape.messages = None if reading.is_plain else ChatMessages(reading.parser, reading.form)
+    params = [reading.held(each) for each in params]
+    jobs = await jobs_of(front, [prompt_ids], params, call.urgency(body.priority, body.deadline_s))
     return await answer(front, call, shape, jobs, stream=body.stream)
-
-
-def _template(front: Front) -> str | None:
-    template = front.engine.chat_template
-    return None if template is None else template.source
-
-
-def _with_tools(params: SamplingParams, tools: Tools, form: CallForm) -> SamplingParams:
-    """The constraint of a call that is required; and the markers of some forms are special tokens, which must show."""
-    if form in (CallForm.MISTRAL, CallForm.LLAMA):
-        return replace(params, skip_special_tokens=False)
-    grammar = tools.grammar()
-    return params if grammar is None else replace(params, structured_output=grammar)
-
-
-def _messages(
-    front: Front,
-    body: ChatBody,
-    tools: Tools | None,
-    form: CallForm | None,
-    prompt_ids: Sequence[int],
-    *,
-    is_free: bool,
-) -> ChatMessages | None:
-    """How the choices' texts are read; None where they are content as they stand."""
-    tokenizer, template = front.engine.tokenizer, _template(front)
-    # A constrained answer has no reasoning before it.
-    reasons = is_free and body.separate_reasoning and template is not None and "</think>" in template
-    if form is None and not reasons:
-        return None
-    ending = "" if tokenizer is None else tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
-    is_thinking = reasons and ending.rstrip().endswith("<think>")
-    names = frozenset[str]() if tools is None else tools.names
-    return ChatMessages(lambda: MessageParser(form, names=names, reasons=reasons, is_thinking=is_thinking), form)
 
 
 async def chat_prompt(texts: Texts, body: ChatBody) -> Prompts:
@@ -109,6 +68,7 @@ class ChatShape(OpenAiShape):
 
     def __init__(self, body: GenerationBody, *, response_id: str, model: str, tokenizer: Pieces | None = None) -> None:
         super().__init__(body, response_id=response_id, model=model, kind="chat.completion.chunk", tokenizer=tokenizer)
+        self._num_prompt_top = body.prompt_logprobs
         self.messages: ChatMessages | None = None  # how texts are read, unless they are content as they stand
         if not body.stream:
             self._base["object"] = "chat.completion"
@@ -140,12 +100,13 @@ class ChatShape(OpenAiShape):
         frames = b""
         for delta in deltas:
             choice = {**_choice(index, delta, None), "logprobs": logprobs}
-            frames += event(self.chunk([choice], usage() if self._counts_usage else None))
+            frames += event(self.chunk([choice], self.so_far(usage)))
             logprobs = None
         return frames
 
-    def opening(self, index: int) -> bytes:
-        return event(self.chunk([_choice(index, {"role": "assistant", "content": ""}, None)]))
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
+        role = _choice(index, {"role": "assistant", "content": ""}, None)
+        return event(self.chunk([role], self.so_far(usage)))
 
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
         choice = _choice(index, {"content": text} if end is None else {}, end)
@@ -162,7 +123,11 @@ class ChatShape(OpenAiShape):
         return chat_logprobs(self._token_texts, logprobs)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return self.body([self._message(choice, self.told(choice.end)) for choice in choices], usage)
+        messages = [self._message(choice, self.told(choice.end)) for choice in choices]
+        if self._num_prompt_top is None:
+            return self.body(messages, usage)
+        scores = prompt_logprobs(self._token_texts, choices[0].prompt_logprobs, self._num_prompt_top)
+        return self.body(messages, usage, prompt_logprobs=scores)
 
     def _message(self, choice: Collected, end: Finished) -> dict[str, object]:
         if self.messages is None:
@@ -179,12 +144,10 @@ class ChatShape(OpenAiShape):
 
 
 def _choice(index: int, delta: dict[str, object], end: Finished | None) -> dict[str, object]:
-    choice: dict[str, object] = {
+    return {
         "index": index,
         "delta": delta,
         "logprobs": None,
         "finish_reason": None if end is None else end.reason,
+        "stop_reason": None if end is None else end.stop_reason,
     }
-    if end is not None:
-        choice["stop_reason"] = end.stop_reason
-    return choice

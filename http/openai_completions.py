@@ -11,16 +11,15 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from ..engine.errors import RequestError
 from ..engine.outputs import Finished, TokenLogprobs, Usage
 from .bodies import CompletionBody, GenerationBody
 from .endpoint import Call, answer
 from .frames import DONE, TEXT, Collected, PlainEnding, Template, event, template, usage_fields
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
-from .logprob_fields import CompletionLogprobs, Pieces, TokenTexts, joined
+from .logprob_fields import CompletionLogprobs, Pieces, TokenTexts, first_of, joined, prompt_logprobs
 from .prompts import encode_prompts
-from .submission import Job
+from .submission import jobs_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
@@ -34,17 +33,8 @@ async def completions(front: Front, call: Call) -> Response:
     model = front.model(body.model)
     shape = CompletionShape(body, response_id=f"cmpl-{call.request_id}", model=model, tokenizer=front.engine.tokenizer)
     params = [body.params(choice=choice, default_max_tokens=DEFAULT_MAX_TOKENS) for choice in range(body.n)]
-    prompts = await encoded()
-    if len(prompts) * body.n > front.settings.max_choices:
-        raise RequestError(f"at most {front.settings.max_choices} choices a request", param="n")
-    shape.prompts = prompts
-    urgency = call.urgency(body.priority, body.deadline_s)
-    grammar = await front.engine.compile_grammar(params[0])
-    jobs = [
-        Job(prompt_ids=prompt_ids, params=choice_params, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
-        for prompt_ids in prompts
-        for choice, choice_params in enumerate(params)
-    ]
+    shape.prompts = await encoded()
+    jobs = await jobs_of(front, shape.prompts, params, call.urgency(body.priority, body.deadline_s))
     return await answer(front, call, shape, jobs, stream=body.stream)
 
 
@@ -87,7 +77,11 @@ class OpenAiShape(PlainEnding, ABC):
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
         piece = {**self.piece(index, text, None), "logprobs": self.told_logprobs(index, logprobs)}
-        return event(self.chunk([piece], usage() if self._counts_usage else None))
+        return event(self.chunk([piece], self.so_far(usage)))
+
+    def so_far(self, usage: Callable[[], Usage]) -> Usage | None:
+        """The usage that a chunk carries before the end."""
+        return usage() if self._counts_usage else None
 
     @abstractmethod
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
@@ -107,15 +101,15 @@ class OpenAiShape(PlainEnding, ABC):
         return event(self.chunk([self.piece(index, text, None)], usage()))
 
     def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
-        return event(self.chunk([self.piece(index, "", self.told(end))], usage() if self._counts_usage else None))
+        return event(self.chunk([self.piece(index, "", self.told(end))], self.so_far(usage)))
 
     def ending(self, usage: Usage) -> bytes:
         return (event(self.chunk([], usage)) if self._includes_usage else b"") + DONE
 
-    def body(self, choices: list[dict[str, object]], usage: Usage) -> bytes:
+    def body(self, choices: list[dict[str, object]], usage: Usage, **more: object) -> bytes:
         """The whole answer."""
         return orjson.dumps(
-            {**self._base, "system_fingerprint": None, "choices": choices, "usage": usage_fields(usage)}
+            {**self._base, "system_fingerprint": None, "choices": choices, "usage": usage_fields(usage), **more}
         )
 
 
@@ -127,43 +121,72 @@ class CompletionShape(OpenAiShape):
         self.prompts: Prompts = []  # set once they are encoded
         self._choices_each = body.n
         self._echoes = body.echo
-        self._has_top = bool(body.logprobs)
+        self._skips_special = body.skip_special_tokens
+        self._num_top = body.num_logprobs or 0
+        self._num_prompt_top = body.prompt_logprobs
         self._tokenizer = tokenizer
         self._scored: dict[int, CompletionLogprobs] = {}
 
-    def opening(self, index: int) -> bytes:
-        return event(self.chunk([self.piece(index, self._echo(index), None)])) if self._echoes else b""
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
+        """The prompt, unless it comes with its log-probabilities."""
+        if not self._echoes or self.wants_logprobs:
+            return b""
+        return event(self.chunk([self.piece(index, self._echo(index), None)], self.so_far(usage)))
+
+    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
+        is_first = self._echoes and index not in self._scored
+        return super().scored(index, self._echo(index) + text if is_first else text, logprobs, usage)
+
+    def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
+        lacks_echo = self._echoes and self.wants_logprobs and index not in self._scored
+        return (self.scored(index, "", (), usage) if lacks_echo else b"") + super().closing(index, end, usage)
 
     def _echo(self, index: int) -> str:
         """The text of a choice's prompt, special tokens left out as in its answer."""
-        prompt = self.prompts[index // self._choices_each]
-        return "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+        return "" if self._tokenizer is None else self._tokenizer.decode(self._prompt(index))
+
+    def _prompt(self, index: int) -> Sequence[int]:
+        return self.prompts[index // self._choices_each]
 
     def told_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        scored = self._scored.setdefault(index, CompletionLogprobs(self._token_texts, has_top=self._has_top))
-        return scored.piece(logprobs)
+        if index in self._scored:
+            return self._scored[index].piece(logprobs)
+        scored = self._scored[index] = self._scores_of(index)
+        if not self._echoes:
+            return scored.piece(logprobs)
+        num_scored = len(self._prompt(index)) - 1
+        prompt = scored.prompt(self._prompt(index)[0], logprobs[:num_scored])
+        return joined(prompt, scored.piece(logprobs[num_scored:]))
 
-    def _whole(self, choice: Collected) -> dict[str, object]:
+    def _scores_of(self, index: int) -> CompletionLogprobs:
+        """Of a choice's text, which has its prompt in front of it or continues it."""
+        return CompletionLogprobs(
+            self._token_texts,
+            has_top=self._num_top > 0,
+            skips_special=self._skips_special,
+            prompt_ids=() if self._echoes else self._prompt(index),
+        )
+
+    def _whole(self, choice: Collected, prompt_scores: Sequence[TokenLogprobs]) -> dict[str, object]:
         text = self._echo(choice.index) + choice.text if self._echoes else choice.text
         piece = self.piece(choice.index, text, self.told(choice.end))
-        if not self.wants_logprobs:
-            return piece
-        scored = CompletionLogprobs(self._token_texts, has_top=self._has_top)
-        if not self._echoes:
-            return {**piece, "logprobs": scored.piece(choice.logprobs)}
-        first = scored.first_of_prompt(self.prompts[choice.index // self._choices_each][0])
-        return {**piece, "logprobs": joined(first, scored.piece([*choice.prompt_logprobs, *choice.logprobs]))}
+        if self._num_prompt_top is not None:
+            piece["prompt_logprobs"] = prompt_logprobs(self._token_texts, prompt_scores, self._num_prompt_top)
+        if self.wants_logprobs:
+            before = first_of(prompt_scores, self._num_top) if self._echoes else []
+            piece["logprobs"] = self.told_logprobs(choice.index, [*before, *choice.logprobs])
+        return piece
 
     def piece(self, index: int, text: str, end: Finished | None) -> dict[str, object]:
-        piece: dict[str, object] = {
+        return {
             "index": index,
             "text": text,
             "logprobs": None,
             "finish_reason": None if end is None else end.reason,
+            "stop_reason": None if end is None else end.stop_reason,
         }
-        if end is not None:
-            piece["stop_reason"] = end.stop_reason
-        return piece
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return self.body([self._whole(choice) for choice in choices], usage)
+        firsts = [choices[choice.index - choice.index % self._choices_each] for choice in choices]
+        told = [self._whole(choice, first.prompt_logprobs) for choice, first in zip(choices, firsts, strict=True)]
+        return self.body(told, usage)

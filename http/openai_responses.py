@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from ..engine.errors import MisuseError, RequestError
-from ..engine.outputs import Finished, TokenLogprobs, Usage
+from ..engine.outputs import Finished, HiddenStates, TokenLogprobs, Usage
 from ..engine.sampling_params import SamplingParams
 from .bodies import HINTS, Strict, without_idle_fields
 from .endpoint import Call, answer
@@ -20,8 +20,13 @@ from .failures import Failure
 from .frames import Collected, Template
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
+from .message_parser import MessageParser
+from .message_reading import reading_of
 from .prompts import encode_chat
-from .submission import Job
+from .response_input import messages_of
+from .response_output import OutputItems
+from .submission import Urgency, jobs_of
+from .tools import Tools, tools_of
 
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "background": (False,),
@@ -35,12 +40,9 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "store": (False,),  # nothing is kept; left out it means no here
     "stream_options": ({}, {"include_obfuscation": False}),
     "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-ROLES = ("system", "developer", "user", "assistant")
 
 
 class ResponsesBody(Strict):
@@ -51,6 +53,27 @@ class ResponsesBody(Strict):
     temperature: float = 1.0
     top_p: float = 1.0
     stream: bool = False
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def callable_tools(self) -> Tools | None:
+        """Raises: RequestError naming the field."""
+        tools = [_nested(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)]
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        try:
+            return tools_of(tools, choice, is_parallel=self.parallel_tool_calls)
+        except RequestError as error:
+            param = None if error.param is None else error.param.replace(".function", "")
+            raise RequestError(str(error), param=param, code=error.code) from error
+
+    @model_validator(mode="after")
+    def _tools_are_tools(self) -> ResponsesBody:
+        self.callable_tools  # noqa: B018 - it raises
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -58,20 +81,36 @@ class ResponsesBody(Strict):
         return without_idle_fields(fields, own=cls.model_fields, not_supported=NOT_SUPPORTED, hints=HINTS)
 
 
+def _nested(tool: object, where: str) -> dict[str, Any]:
+    """A tool as chats have it."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise RequestError("only tools of the type function are supported", param=f"{where}.type")
+    return {
+        "type": "function",
+        "function": {name: value for name, value in tool.items() if name != "type" and value is not None},
+    }
+
+
 async def responses(front: Front, call: Call) -> Response:
     """The next message of a chat, in the newer API; nothing is stored."""
     front.check_open()
     body, prompts = await take_in(front, call, RESPONSES)
     call.names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-    shape = ResponsesShape(body, response_id=f"resp_{call.request_id}", model=front.model(body.model))
+    call.names["structured_output"] = "tools"
+    model = front.model(body.model)
     params = SamplingParams(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p)
     (prompt_ids,) = await prompts()
-    return await answer(front, call, shape, [Job(prompt_ids=prompt_ids, params=params)], stream=body.stream)
+    reading = reading_of(front, body.callable_tools, prompt_ids, has_format=False, separates=True)
+    params = reading.held(params)
+    shape = ResponsesShape(body, response_id=f"resp_{call.request_id}", model=model, parser=reading.parser())
+    return await answer(front, call, shape, await jobs_of(front, [prompt_ids], [params], Urgency()), stream=body.stream)
 
 
 async def response_prompt(texts: Texts, body: ResponsesBody) -> Prompts:
     """The ids of the chat that the input stands for."""
-    return [await encode_chat(texts, messages_of(body))]
+    tools = body.callable_tools
+    messages = messages_of(body.input, body.instructions)
+    return [await encode_chat(texts, messages, tools=None if tools is None else tools.for_template)]
 
 
 RESPONSES = Intake(
@@ -82,49 +121,17 @@ RESPONSES = Intake(
 )
 
 
-def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
-    """The input as chat messages, the instructions before them. Raises: RequestError naming the place in the input."""
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    if not isinstance(body.input, list) or not body.input:
-        raise RequestError("input must be a string or a list of messages", param="input")
-    return [*messages, *(_message(item, f"input[{index}]") for index, item in enumerate(body.input))]
-
-
-def _message(item: object, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict) or item.get("type", "message") != "message":
-        raise RequestError("only messages are supported as input", param=f"{where}.type")
-    role, content = item.get("role"), item.get("content")
-    if role not in ROLES:
-        raise RequestError(f"role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    if isinstance(content, list):
-        content = "".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-    if not isinstance(content, str):
-        raise RequestError("content must be a string or a list of text parts", param=f"{where}.content")
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def _text(part: object, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text"):
-        raise RequestError("only text parts are supported", param=f"{where}.type")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError("text must be a string", param=f"{where}.text")
-    return text
-
-
 class ResponsesShape:
-    """One assistant message as output. Every event is numbered, so none comes from a template."""
+    """One answer as output items. Every event is numbered, so none comes from a template."""
 
     wants_ids = False
     wants_logprobs = False
 
-    def __init__(self, body: ResponsesBody, *, response_id: str, model: str) -> None:
+    def __init__(self, body: ResponsesBody, *, response_id: str, model: str, parser: MessageParser) -> None:
         self._numbers = itertools.count()
-        self._item_id = f"msg_{response_id.removeprefix('resp_')}"
-        self._pieces: list[str] = []
-        self._end: Finished | None = None
+        self._parser = parser
+        self._output = OutputItems(self._event)
+        self._status = "in_progress"
         self._base: dict[str, object] = {
             "id": response_id,
             "object": "response",
@@ -134,88 +141,65 @@ class ResponsesShape:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools,
             "truncation": "disabled",
             "metadata": {},
         }
 
-    def opening(self, index: int) -> bytes:
-        in_progress = self._response("in_progress", output=[], usage=None)
-        return (
-            self._event("response.created", response=in_progress)
-            + self._event("response.in_progress", response=in_progress)
-            + self._event("response.output_item.added", output_index=0, item=self._item("in_progress", content=[]))
-            + self._part_event("response.content_part.added", part=_part(""))
+    def opening(self, index: int, usage: Callable[[], Usage]) -> bytes:
+        in_progress = self._response(usage=None)
+        return self._event("response.created", response=in_progress) + self._event(
+            "response.in_progress", response=in_progress
         )
 
     def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
         raise MisuseError("this shape asks for no log-probabilities")
 
+    def hidden(self, index: int, states: HiddenStates) -> bytes:
+        raise MisuseError("this shape asks for no hidden states")
+
     def text(self, index: int) -> Template | None:
         return None
 
     def frame(self, index: int, text: str, usage: Callable[[], Usage]) -> bytes:
-        self._pieces.append(text)
-        return self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        return self._output.push(self._parser.push(text))
 
     def closing(self, index: int, end: Finished, usage: Callable[[], Usage]) -> bytes:
-        self._end = end
-        part = _part("".join(self._pieces))
-        return (
-            self._part_event("response.output_text.done", text=part["text"], logprobs=[])
-            + self._part_event("response.content_part.done", part=part)
-            + self._event("response.output_item.done", output_index=0, item=self._item(_status(end), content=[part]))
-        )
+        self._status = "completed" if end.reason == "stop" else "incomplete"
+        rest = self._output.push(self._parser.finish())
+        return rest + self._output.finish(self._status)
 
     def ending(self, usage: Usage) -> bytes:
-        whole = self._finished("".join(self._pieces), self._end, usage)
-        return self._event(f"response.{_status(self._end)}", response=whole)
+        return self._event(f"response.{self._status}", response=self._response(usage=usage))
 
     def error(self, failure: Failure) -> bytes:
         return self._event("error", code=failure.code, message=failure.message, param=failure.param)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        return orjson.dumps(self._finished(choices[0].text, choices[0].end, usage))
+        (choice,) = choices
+        self.frame(0, choice.text, lambda: usage)
+        self.closing(0, choice.end, lambda: usage)
+        return orjson.dumps(self._response(usage=usage))
 
-    def _finished(self, text: str, end: Finished | None, usage: Usage) -> dict[str, object]:
-        status = _status(end)
-        return self._response(status, output=[self._item(status, content=[_part(text)])], usage=usage)
-
-    def _response(self, status: str, *, output: list[object], usage: Usage | None) -> dict[str, object]:
-        cut_off = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        counted = None if usage is None else _usage(usage)
+    def _response(self, *, usage: Usage | None) -> dict[str, object]:
         return {
             **self._base,
-            "status": status,
+            "status": self._status,
             "error": None,
-            "incomplete_details": cut_off,
-            "output": output,
-            "usage": counted,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "output": self._output.items,
+            "usage": None if usage is None else _usage(usage),
         }
 
-    def _item(self, status: str, *, content: list[dict[str, object]]) -> dict[str, object]:
-        return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
-
-    def _part_event(self, kind: str, **fields: object) -> bytes:
-        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: object) -> bytes:
+    def _event(self, kind: str, /, **fields: object) -> bytes:
         numbered = {"type": kind, "sequence_number": next(self._numbers), **fields}
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(numbered) + b"\n\n"
-
-
-def _part(text: str) -> dict[str, object]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _status(end: Finished | None) -> str:
-    return "incomplete" if end is not None and end.reason == "length" else "completed"
 
 
 def _usage(usage: Usage) -> dict[str, object]:

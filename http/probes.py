@@ -21,8 +21,10 @@ async def health(front: Front, call: Call) -> Response:
 
 
 async def ready(front: Front, call: Call) -> Response:
-    """Whether requests should be sent here: 200 only between warm-up and drain."""
+    """Whether requests should be sent here: 200 only between warm-up (of the text process too) and drain."""
     state = front.engine.state
+    if state.is_ready and front.text_process is not None and front.text_process.is_starting:
+        state = EngineState.STARTING
     return json_response({"status": state.value}, 200 if state.is_ready else 503)
 
 

@@ -47,10 +47,19 @@ def parsed(body: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        _check_utf8(body)
         raise Refused(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise Refused(400, "the body must be a JSON object", code="invalid_json")
     return {name: field for name, field in value.items() if field is not None}
+
+
+def _check_utf8(body: bytes) -> None:
+    """The parser's own words for it are about surrogates, and its place is none."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise Refused(400, f"the body is not valid UTF-8, from byte {error.start} on", code="invalid_json") from error
 
 
 async def _read(request: Request, timeout_s: float, limit: int) -> bytes:
@@ -83,13 +92,16 @@ def checked(kind: type[Body], fields: dict[str, Any]) -> Body:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=True, include_input=False)[0]
+        first = error.errors(include_url=False, include_context=True)[0]
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
             message = f"unknown parameter: {param}"
             raise RequestError(message, param=param, code="unknown_parameter") from error
         if first["type"] == "missing":
             raise RequestError(f"{param} is required", param=param, code="missing_required_parameter") from error
+        if first["type"].startswith("int_") and isinstance(first["input"], float) and abs(first["input"]) >= 2**63:
+            # JSON has no limit for integers; the parser makes those that it cannot hold floats.
+            raise RequestError(f"{param} is too large", param=param) from error
         cause = first.get("ctx", {}).get("error")
         text = str(cause) if cause is not None else f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}"
         raise RequestError(text, param=param) from error

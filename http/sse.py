@@ -1,7 +1,7 @@
 """A streamed answer: the step loop pushes text into it, and its frames go to the socket without a task switch.
 
 The path of a token: the step loop calls `Choice.push`, which appends the text and marks the stream; once a turn of the
-loop FanOut calls `flush`, which renders one frame a choice and writes them to the connection. The request's task sleeps
+loop FanOut calls `render`, which makes one frame a choice, and hands them to the connection. The request's task sleeps
 meanwhile. It writes only where a write may have to wait: for a slow reader, under a server that is not ours, and at
 both ends of the response. While it waits, text piles up in the choices and leaves in one frame each afterwards.
 """
@@ -16,12 +16,12 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..engine.outputs import End, Finished, TokenLogprobs, Usage
-from .connection import DirectConnection, direct_connection
+from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs, Usage
+from .connection import DirectConnection, chunk, direct_connection
 from .course import Course
 from .disconnect import watching
 from .failures import reported
-from .fan_out import RELEASE_EVERY_S
+from .fan_out import RELEASE_EVERY_S, Writable
 from .frames import PING, Shape, Template
 from .front import Front
 from .stream_interval import MAX_HOLD_S
@@ -40,18 +40,18 @@ class Choice:
     __slots__ = (
         "_due_at",
         "_fan_out",
+        "_hidden",
         "_ids",
         "_index",
-        "_is_marked",
         "_last_at",
         "_metrics",
         "_num_output_tokens",
         "_num_prompt_tokens",
-        "_observe_gap",
         "_scores",
         "_stream",
         "_template",
         "ended",
+        "is_marked",
         "pending",
     )
 
@@ -61,14 +61,14 @@ class Choice:
         self._template = shape.text(index)
         self._ids: list[int] | None = [] if shape.wants_ids else None
         self._scores: list[TokenLogprobs] | None = [] if shape.wants_logprobs else None
+        self._hidden: list[HiddenStates] = []
         self._metrics = stream.front.metrics
-        self._observe_gap = stream.front.metrics.inter_token_s.observe
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = 0
         self._due_at = 0  # the number of output tokens at which the next frame is written
         self._fan_out = stream.front.fan_out
         self._last_at: float | None = None  # when the frame before was taken; None: the opening is still to come
-        self._is_marked = False
+        self.is_marked = False
         self.pending = ""
         self.ended: End | None = None
 
@@ -77,7 +77,11 @@ class Choice:
         """As far as it has come; the end brings the final one."""
         if self.ended is not None:
             return self.ended.usage
-        return Usage(prompt_tokens=self._num_prompt_tokens, cached_tokens=0, output_tokens=self._num_output_tokens)
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._stream.num_cached_tokens(self._index),
+            output_tokens=self._num_output_tokens,
+        )
 
     def push(
         self,
@@ -85,72 +89,83 @@ class Choice:
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self._num_output_tokens += len(token_ids)
         if self._scores is not None:
-            self._scores.extend(logprobs)
+            self._scores.extend((*prompt_logprobs, *logprobs))
+        if hidden_states is not None:
+            self._hidden.append(hidden_states)
         if self._ids is not None:
-            self._ids.extend(token_ids)
+            self._ids += token_ids
         elif not text:
             return
-        self.pending += text
-        if self._is_marked:
+        if text:
+            self.pending += text
+        if self.is_marked:
             return
-        if self._num_output_tokens < self._due_at and self._last_at is not None:
+        if self._num_output_tokens < self._due_at:
             self._fan_out.hold(self)
             return
-        self._is_marked = True
-        self._stream.mark(self)
+        self.is_marked = True
+        self._stream.mark()
 
     def lets_go(self, now: float) -> bool:
         """Write what is kept back if it is too old. False while there is something to keep."""
-        if self._is_marked or self.ended is not None or self._last_at is None:
+        if self.is_marked or self.ended is not None or self._last_at is None:
             return True
         if now - self._last_at < MAX_HOLD_S - RELEASE_EVERY_S:
             return False
-        self._is_marked = True
-        self._stream.mark(self)
+        self.is_marked = True
+        self._stream.mark()
         return True
 
     def end(self, end: End) -> None:
         self.ended = end
-        if not self._is_marked:
-            self._is_marked = True
-            self._stream.mark(self)
+        if not self.is_marked:
+            self.is_marked = True
+            self._stream.mark()
         self._stream.choice_ended(end)
 
     def take(self, shape: Shape, now: float) -> bytes:
         """What is new, as frames; afterwards nothing is pending."""
-        self._is_marked = False
+        self.is_marked = False
         before, self._last_at = self._last_at, now
         self._due_at = self._num_output_tokens + self._fan_out.interval.tokens
         template = self._template
         if before is None:
             return self._first(shape, now)
-        self._observe_gap(now - before)
-        if self.ended is not None or template is None or self._scores is not None:
+        self._metrics.inter_token_s.observe(now - before)
+        if self.ended is not None or template is None or self._scores is not None or self._hidden:
             return self._any(shape)
         return self._by_template(template)  # as nearly every frame is
 
     def _by_template(self, template: Template) -> bytes:
         self._metrics.num_frames += 1
+        head, tail = template
         text, self.pending = self.pending, ""
         if self._ids is None:
-            return b"%b%b%b" % (template.head, orjson.dumps(text), template.tail)
-        ids, self._ids = self._ids, []
-        return b'%b%b,"output_ids":%b%b' % (template.head, orjson.dumps(text), orjson.dumps(ids), template.tail)
+            return head + orjson.dumps(text) + tail
+        frame = b'%b%b,"output_ids":%b%b' % (head, orjson.dumps(text), orjson.dumps(self._ids), tail)
+        self._ids.clear()
+        return frame
 
     def _first(self, shape: Shape, now: float) -> bytes:
         """What goes before a choice's first frame, and that frame."""
         self._stream.saw_first(now)
-        return shape.opening(self._index) + self._any(shape)
+        return shape.opening(self._index, self._stream.usage) + self._any(shape)
 
     def _any(self, shape: Shape) -> bytes:
         """What is new, whatever it is."""
         frames, usage = b"", self._stream.usage
-        if self._scores and (self.pending or self.ended is not None):
+        hidden = HiddenStates.joined(self._hidden)
+        if hidden is not None:
+            self._hidden = []
+            frames += shape.hidden(self._index, hidden)
+        if self._scores and (self.pending or self._ids or self.ended is not None):
             frames += shape.scored(self._index, self.pending, self._scores, usage)
             self._scores = []
+            self._ids = None if self._ids is None else []
             self.pending = ""
         elif self.pending or self._ids:
             if self._template is not None:
@@ -171,6 +186,28 @@ class SseResponse(Response):
     app, without an await in between; nothing of it runs on afterwards.
     """
 
+    __slots__ = (
+        "_choices",
+        "_connection",
+        "_course",
+        "_error",
+        "_is_fresh",
+        "_is_given_up",
+        "_is_over",
+        "_is_parked",
+        "_is_ping_due",
+        "_is_unspeakable",
+        "_jobs",
+        "_last_write_at",
+        "_num_running",
+        "_ping_timer",
+        "_shape",
+        "_submission",
+        "_woken",
+        "front",
+        "transport",
+    )
+
     def __init__(self, front: Front, shape: Shape, jobs: Sequence[Job], course: Course) -> None:
         self.status_code = 200
         self.background = None
@@ -180,39 +217,43 @@ class SseResponse(Response):
         self._course = course
         self._last_write_at = course.accepted_at
         self._choices = [Choice(self, shape, index, len(job.prompt_ids)) for index, job in enumerate(jobs)]
-        self._fresh: list[Choice] = []  # choices with something to write
+        self._is_fresh = False  # some choice has something to write
         self._num_running = len(jobs)
         self._error: Exception | None = None
         self._connection: DirectConnection | None = None
         self._woken = asyncio.Event()
         self._ping_timer: asyncio.TimerHandle | None = None
         self._is_ping_due = False
-        self._is_scheduled = False
-        self._is_parked = True  # the request's task writes; flush() may not
+        self._is_parked = True  # the request's task writes, and `render` gives nothing
+        self.transport: Writable  # the connection's; what is rendered goes there
         self._is_given_up = False  # the client is gone, or as good as
         self._is_over = False  # all choices have ended, or one of them badly
+        self._is_unspeakable = False  # its frames cannot be made
         self._submission = Submission(front, jobs, self._choices, course)
 
     # Called by the choices, on the step loop.
 
-    def mark(self, choice: Choice) -> None:
-        """`choice` has something new, and had not before."""
-        self._fresh.append(choice)
-        if not self._is_parked and not self._is_scheduled:
-            self._is_scheduled = True
-            self.front.fan_out.schedule(self)
+    def mark(self) -> None:
+        """A choice has something new, and had not before."""
+        if not self._is_fresh:
+            self._is_fresh = True
+            if not self._is_parked:
+                self.front.fan_out.schedule(self)
 
     def choice_ended(self, end: End) -> None:
         self._num_running -= 1
         if not self._is_given_up:
             self._error = self._error or error_of(end)
         if self._num_running == 0 or self._error is not None:
-            self._is_over = True
+            self._is_over = self._is_parked = True
             self._woken.set()
 
     def saw_first(self, now: float) -> None:
         if self._course.first_token_s is None:
             self._submission.saw_first(now)
+
+    def num_cached_tokens(self, index: int) -> int:
+        return self._submission.num_cached_tokens(index)
 
     def usage(self) -> Usage:
         """Of all choices together, so far."""
@@ -220,22 +261,22 @@ class SseResponse(Response):
 
     # Called by FanOut.
 
-    def flush(self, now: float) -> None:
-        self._is_scheduled = False
-        if self._is_parked or self._is_given_up:
-            return
+    def render(self, now: float) -> bytes:
+        if self._is_parked:
+            return b""
         connection = self._connection
-        if connection is None or self._is_over or not connection.is_writable:
+        if connection is None or not connection.is_writable:
             self._woken.set()
-        elif self._fresh:
-            body = self._take(now)
-            if body:  # text that may become a tool call gives no frame yet
-                connection.write_chunk(body)
+            return b""
+        body = self._take(now)
+        return chunk(body) if body else b""  # text that may become a tool call gives no frame yet
 
     # The request's task.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection = direct_connection(scope)
+        if self._connection is not None:
+            self.transport = self._connection.transport
         headers = [*HEADERS, (b"x-request-id", self._course.request_id.encode("latin-1"))]
         try:
             async with watching(receive, self._hung_up):
@@ -243,7 +284,7 @@ class SseResponse(Response):
                 self._arm_ping(self.front.settings.ping_interval_s)
                 await self._write_until_over(send)
         finally:
-            self._is_given_up = True
+            self._is_given_up = self._is_parked = True
             if self._ping_timer is not None:
                 self._ping_timer.cancel()
             ends = [choice.ended for choice in self._choices]
@@ -265,7 +306,7 @@ class SseResponse(Response):
                 await self._send(send, body, more=not is_last)
             if is_last:
                 return
-            if not self._fresh:  # nothing came while the write waited
+            if not self._is_fresh:  # nothing came while the write waited
                 self._is_parked = False
                 await self._woken.wait()
                 self._is_parked = True
@@ -281,11 +322,21 @@ class SseResponse(Response):
             self._cut_off()
 
     def _take(self, now: float) -> bytes:
-        fresh, self._fresh = self._fresh, []
+        self._is_fresh = False
         self._last_write_at = now
-        if len(fresh) == 1:
-            return fresh[0].take(self._shape, now)
-        return b"".join([choice.take(self._shape, now) for choice in fresh])
+        if self._is_unspeakable:
+            return b""
+        choices = self._choices
+        try:
+            if len(choices) == 1 and choices[0].is_marked:
+                return choices[0].take(self._shape, now)
+            return b"".join([choice.take(self._shape, now) for choice in choices if choice.is_marked])
+        except Exception as error:  # a bug of ours, and the headers are out: the client is told in the stream
+            self._is_unspeakable = self._is_over = self._is_parked = True
+            self._error = self._error or error
+            self._submission.abort()
+            self._woken.set()
+            return b""
 
     def _last_words(self) -> bytes:
         if self._error is None:
@@ -295,8 +346,11 @@ class SseResponse(Response):
     def _hung_up(self) -> None:
         """The client is gone (or has all it came for, which makes this harmless)."""
         if not self._is_given_up:
+            connection = self._connection
+            if connection is not None and connection.has_timed_out and not self._is_over:
+                self.front.metrics.num_write_timeouts += 1
             self._course.hung_up = not self._is_over
-            self._is_given_up = True
+            self._is_given_up = self._is_parked = True
             self._submission.abort()
             self._woken.set()
 
@@ -321,7 +375,7 @@ class SseResponse(Response):
             if not self._is_parked:
                 self._last_write_at = now
                 if self._connection is not None and self._connection.is_writable:
-                    self._connection.write_chunk(PING)
+                    self.transport.write(chunk(PING))
                 else:
                     self._is_ping_due = True
                     self._woken.set()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..engine.engine import RequestHandle
+from ..engine.errors import RequestError
 from ..engine.grammar_session import CompiledGrammar
 from ..engine.outputs import Cancelled, End, Failed, Sink, Usage
 from ..engine.sampling_params import SamplingParams
@@ -38,6 +39,21 @@ class Job:
     grammar: CompiledGrammar | None = None  # what `params.structured_output` was compiled to
 
 
+async def jobs_of(
+    front: Front, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], urgency: Urgency
+) -> list[Job]:
+    """A choice for each prompt and each of `params`, which ask for the same grammar. Raises what compiling that raises."""
+    if len(prompts) * len(params) > front.settings.max_choices:
+        param = "n" if len(params) > 1 else "prompt"
+        raise RequestError(f"at most {front.settings.max_choices} choices a request", param=param)
+    grammar = await front.engine.compile_grammar(params[0])
+    return [
+        Job(prompt_ids=prompt_ids, params=each, counts_prompt=choice == 0, urgency=urgency, grammar=grammar)
+        for prompt_ids in prompts
+        for choice, each in enumerate(params)
+    ]
+
+
 def total_usage(jobs: Sequence[Job], usages: Sequence[Usage]) -> Usage:
     """The usage of a request from that of its choices: each prompt counts once, every output."""
     counted = [usage for job, usage in zip(jobs, usages, strict=True) if job.counts_prompt]
@@ -60,8 +76,12 @@ class Submission:
         self._submitted_at = perf_counter()
         self._handles: list[RequestHandle] = []
         front.check_open()
+        _check_room(front, jobs)
+        num_prompts = sum(job.counts_prompt for job in jobs)
+        number = -1
         try:
             for job, sink in zip(jobs, sinks, strict=True):
+                number += job.counts_prompt
                 urgency = job.urgency
                 handle = front.engine.submit(
                     job.prompt_ids,
@@ -73,10 +93,16 @@ class Submission:
                     grammar=job.grammar,
                 )
                 self._handles.append(handle)
-        except BaseException:
+        except BaseException as error:
             self.abort()
+            if isinstance(error, RequestError) and error.param == "prompt" and num_prompts > 1:
+                raise RequestError(str(error), param=f"prompt[{number}]", code=error.code) from error
             raise
         front.live.setdefault(course.request_id, []).append(self)
+
+    def num_cached_tokens(self, index: int) -> int:
+        """Of a choice's prompt, once it has begun."""
+        return self._handles[index].request.num_cached_tokens
 
     def saw_first(self, now: float) -> None:
         """The request's first token is on its way to the client."""
@@ -101,6 +127,19 @@ class Submission:
             alive.remove(self)
             if not alive:
                 del self._front.live[self._course.request_id]
+
+
+def _check_room(front: Front, jobs: Sequence[Job]) -> None:
+    """Raises: RequestError for choices that would never fit into the queue together, however long the client waits."""
+    config = front.engine.config
+    param = "prompt" if sum(job.counts_prompt for job in jobs) > 1 else "n"
+    if len(jobs) > config.max_queued_requests:
+        message = f"the request has {len(jobs)} choices; at most {config.max_queued_requests} can wait here"
+        raise RequestError(f"{message} (max_queued_requests)", param=param)
+    limit, num_tokens = config.max_queued_tokens, sum(len(job.prompt_ids) for job in jobs)
+    if len(jobs) > 1 and limit is not None and num_tokens > limit:
+        message = f"the request has {num_tokens} prompt tokens over all choices; at most {limit} can wait here"
+        raise RequestError(f"{message} (max_queued_tokens)", param=param)
 
 
 def count_end(front: Front, course: Course) -> None:

@@ -38,6 +38,7 @@ class TextProcess:
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting_bytes = 0
+        self.is_starting = False  # `start` has been called, and has not returned
         self.num_jobs = 0
         self.num_deaths = 0
 
@@ -48,13 +49,16 @@ class TextProcess:
 
     async def start(self, tokenizer: TextTokenizer | None, chat_template: ChatTemplate | None) -> None:
         """Start the child with these; returns when it is ready. If it dies meanwhile, the next job tries again."""
-        settings = await asyncio.to_thread(_packed_settings, tokenizer, chat_template)
+        self.is_starting = True
         try:
+            settings = await asyncio.to_thread(_packed_settings, tokenizer, chat_template)
             await self._spawn(settings)
         except Overloaded:
             # The server answers everybody else already: it does not go down for this.
             self.num_deaths += 1
             log.error("the text process did not start; the next large request starts another")
+        finally:
+            self.is_starting = False
         self._settings = settings
 
     async def aclose(self) -> None:

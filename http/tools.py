@@ -10,11 +10,12 @@ import orjson
 
 from ..engine.errors import RequestError
 from ..engine.grammar_session import GrammarSpec
-from .message_parser import CallForm
+from .message_parser import MARKERS, CallForm
 
 Mode = Literal["none", "auto", "required", "named"]
 MAX_TOOLS = 128
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY: Mapping[str, Any] = {"type": "object"}
 _MARKERS = (
     ("[TOOL_CALLS]", CallForm.MISTRAL),
     ("<tool_call>", CallForm.HERMES),
@@ -25,10 +26,13 @@ _MARKERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What may be called. `functions`: name → parameters, a JSON schema."""
+    """What may be called. `functions`: name → parameters, a JSON schema. `strict`: where each function stands whose calls
+    must keep to it even where the model decides by itself what to call.
+    """
 
     shown: tuple[Mapping[str, Any], ...]
     functions: Mapping[str, Mapping[str, Any]]
+    strict: Mapping[str, str]
     mode: Mode
     named: str | None
     is_parallel: bool
@@ -56,21 +60,46 @@ class Tools:
             raise RequestError(message, param="tools", code="unsupported_parameter")
         return next((form for marker, form in _MARKERS if marker in template), CallForm.HERMES)
 
-    def grammar(self) -> GrammarSpec | None:
-        """What the whole text is constrained to, if anything must be called."""
+    def grammar(
+        self, form: CallForm | None, template: str | None, *, reasons: bool = False, is_thinking: bool = False
+    ) -> GrammarSpec | None:
+        """What the text is constrained to: the whole of it if anything must be called; the calls in it if one of the
+        functions is strict, or if there may be only one.
+        """
+        if self.mode == "auto" and form is not None and (self.strict or not self.is_parallel):
+            after = self._announced(form, template or "")
+            flags = {"opens": form is CallForm.LLAMA, "once": not self.is_parallel}
+            source = {"after": after, **flags, "reasons": reasons, "is_thinking": is_thinking}
+            return GrammarSpec(kind="triggered", source=orjson.dumps(source).decode())
         if self.mode == "named" and self.named is not None:
             return GrammarSpec(kind="json_schema", source=orjson.dumps(self.functions[self.named]).decode())
         if self.mode != "required":
             return None
-        places = {name: f"tool{index}" for index, name in enumerate(self.functions)}
-        schema = {
-            "$defs": {place: _moved(self.functions[name], f"#/$defs/{place}") for name, place in places.items()},
+        return GrammarSpec(kind="json_schema", source=orjson.dumps(self._array(self.functions)).decode())
+
+    @property
+    def must_call(self) -> bool:
+        return self.mode in ("required", "named")
+
+    def _announced(self, form: CallForm, template: str) -> dict[str, Any]:
+        """By marker, the schema of what follows: calls with what a function's schema allows if it is strict."""
+        held = {name: schema if name in self.strict else _ANY for name, schema in self.functions.items()}
+        marker = MARKERS[form]
+        if form is not CallForm.MISTRAL:
+            key = "parameters" if form is CallForm.LLAMA else "arguments"
+            return {marker: {"$defs": _places(held), **_call(held, key)}}
+        if "[ARGS]" in template:
+            return {f"{marker}{name}[ARGS]": schema for name, schema in held.items()}
+        return {marker: self._array(held)}
+
+    def _array(self, functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        return {
+            "$defs": _places(functions),
             "type": "array",
             "minItems": 1,
             "maxItems": MAX_TOOLS if self.is_parallel else 1,
-            "items": {"anyOf": [_call_schema(name, f"#/$defs/{place}") for name, place in places.items()]},
+            "items": _call(functions, "arguments"),
         }
-        return GrammarSpec(kind="json_schema", source=orjson.dumps(schema).decode())
 
 
 def tools_of(tools: list[Any], choice: object, *, is_parallel: bool) -> Tools | None:
@@ -82,16 +111,22 @@ def tools_of(tools: list[Any], choice: object, *, is_parallel: bool) -> Tools | 
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"at most {MAX_TOOLS} tools a request", param="tools")
     functions: dict[str, Mapping[str, Any]] = {}
+    strict: dict[str, str] = {}
     for index, tool in enumerate(tools):
-        name, parameters = _function(tool, f"tools[{index}]")
+        where = f"tools[{index}]"
+        name, parameters, is_strict = _function(tool, where)
         if name in functions:
-            raise RequestError(f"two tools are called {name}", param=f"tools[{index}].function.name")
+            raise RequestError(f"two tools are called {name}", param=f"{where}.function.name")
         functions[name] = parameters
+        if is_strict:
+            strict[name] = f"{where}.function.strict"
     mode, named = _choice(choice, functions)
-    return Tools(shown=tuple(tools), functions=functions, mode=mode, named=named, is_parallel=is_parallel)
+    return Tools(
+        shown=tuple(tools), functions=functions, strict=strict, mode=mode, named=named, is_parallel=is_parallel
+    )
 
 
-def _function(tool: object, where: str) -> tuple[str, Mapping[str, Any]]:
+def _function(tool: object, where: str) -> tuple[str, Mapping[str, Any], bool]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise RequestError("a tool has the type function and a function", param=where)
@@ -100,7 +135,10 @@ def _function(tool: object, where: str) -> tuple[str, Mapping[str, Any]]:
         raise RequestError("a function has a name", param=f"{where}.function.name")
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError("the parameters are a JSON schema", param=f"{where}.function.parameters")
-    return name, parameters or _NOTHING
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError("strict is true or false", param=f"{where}.function.strict")
+    return name, parameters or _NOTHING, bool(strict)
 
 
 def _choice(choice: object, functions: Mapping[str, object]) -> tuple[Mode, str | None]:
@@ -119,13 +157,23 @@ def _choice(choice: object, functions: Mapping[str, object]) -> tuple[Mode, str 
     return "named", name
 
 
-def _call_schema(name: str, reference: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"$ref": reference}},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+def _places(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Each function's parameters where `_call` refers to them."""
+    return {f"tool{index}": _moved(each, f"#/$defs/tool{index}") for index, each in enumerate(functions.values())}
+
+
+def _call(functions: Mapping[str, Mapping[str, Any]], arguments: str) -> dict[str, Any]:
+    """A call of one of the functions, what it is called with under the name `arguments`."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/tool{index}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for index, name in enumerate(functions)
+    ]
+    return {"anyOf": calls}
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -19,6 +19,7 @@ ATTRIBUTES: Mapping[str, str] = {  # vLLM's names, by ours
     "prompt_tokens": "gen_ai.usage.prompt_tokens",
     "cached_tokens": "gen_ai.usage.cached_tokens",
     "output_tokens": "gen_ai.usage.completion_tokens",
+    "sampling": "slipstream.sampling",
     "finish": "gen_ai.response.finish_reason",
     "queue_s": "gen_ai.latency.time_in_queue",
     "first_token_s": "gen_ai.latency.time_to_first_token",

@@ -9,7 +9,7 @@ from time import perf_counter
 from starlette.responses import Response
 from starlette.types import Receive
 
-from ..engine.outputs import End, Finished, TokenLogprobs
+from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs
 from .course import Course
 from .disconnect import watching
 from .frames import Collected, WholeShape
@@ -22,7 +22,7 @@ CLIENT_GONE = 499  # for the log; nobody reads it
 class Collector:
     """One choice, as the engine's sink."""
 
-    __slots__ = ("_over", "ended", "logprobs", "prompt_logprobs", "texts", "token_ids")
+    __slots__ = ("_over", "ended", "hidden_states", "logprobs", "prompt_logprobs", "texts", "token_ids")
 
     def __init__(self, over: Countdown) -> None:
         self._over = over
@@ -30,6 +30,7 @@ class Collector:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.hidden_states: list[HiddenStates] = []
         self.ended: End | None = None
 
     def push(
@@ -38,11 +39,14 @@ class Collector:
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self._over.saw_token()
         self.logprobs.extend(logprobs)
         if prompt_logprobs:
             self.prompt_logprobs = tuple(prompt_logprobs)
+        if hidden_states is not None:
+            self.hidden_states.append(hidden_states)
         self.token_ids.extend(token_ids)
         self.texts.append(text)
 
@@ -111,6 +115,7 @@ async def whole_answer(
             end=end,
             logprobs=collector.logprobs,
             prompt_logprobs=collector.prompt_logprobs,
+            hidden_states=HiddenStates.joined(collector.hidden_states),
         )
         for index, (collector, end) in enumerate(zip(collectors, ends, strict=True))
         if isinstance(end, Finished)

@@ -3,7 +3,8 @@
     python -m slipstream.profiling.bench_constrained [--model NAME] [--rows 16] [--tokens 32] [--rounds 3]
 
 Greedy requests of one length at once; a constrained one writes a JSON array that is never complete. Beside the rate stands
-what the host does for each sample (masks, histories) before it lets it go: at depth 1 the forward runs meanwhile.
+what the host does for each sample (masks, histories) before it lets it go: at depth 1 the forward runs meanwhile. What of the
+host's whole work in a step the device stood still for is the exposed time, by marks of the loop and its lanes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ..engine.grammar_session import GrammarSpec
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler.schedule_batch import ScheduleBatch
 from ..engine.worker import SampleInputs
+from .overlap_report import overlap_report
+from .recorder import Recorder
 
 SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 40}, "minItems": 1000}
 
@@ -30,6 +33,7 @@ class Measured(NamedTuple):
 
     tokens_per_s: float
     host_ms: float  # for one step's sample, in the median
+    exposed_ms: float  # of the host's work in a step, in the mean
 
 
 class HostTimer:
@@ -56,19 +60,23 @@ async def measure(engine: Engine, timer: HostTimer, *, rows: int, constrained: i
         SamplingParams(**plain, structured_output=spec if row < constrained else None)  # type: ignore[arg-type]
         for row in range(rows)
     ]
+    recorder = Recorder(engine, kernels=False)
+    recorder.start()
     timer.seconds.clear()
     started = time.perf_counter()
     answers = await asyncio.gather(
         *(engine.complete([100 + row, 200, 300, 400], how) for row, how in enumerate(params))
     )
     seconds = time.perf_counter() - started
+    report = overlap_report(await recorder.collect())
     drawn = sum(len(answer.token_ids) for answer in answers)
-    return Measured(drawn / seconds, 1e3 * statistics.median(timer.seconds))
+    exposed_ms = report.exposed_ns / report.num_steps / 1e6
+    return Measured(drawn / seconds, 1e3 * statistics.median(timer.seconds), exposed_ms)
 
 
 async def run(model: str, *, rows: int, tokens: int, rounds: int) -> None:
     """Print the table."""
-    print(f"{'depth':>5} {'constrained':>11} {'tokens/s':>9} {'host ms/step':>12}")
+    print(f"{'depth':>5} {'constrained':>11} {'tokens/s':>9} {'host ms/step':>12} {'exposed ms/step':>15}")
     for overlap in (False, True):
         async with Engine(model=model, overlap=overlap, max_running_requests=rows, max_total_tokens=8192) as engine:
             timer = HostTimer(engine)
@@ -81,7 +89,8 @@ async def run(model: str, *, rows: int, tokens: int, rounds: int) -> None:
             for count, each in found.items():
                 rate = statistics.median(one.tokens_per_s for one in each)
                 host = statistics.median(one.host_ms for one in each)
-                print(f"{int(overlap):>5} {count:>11} {rate:>9.1f} {host:>12.3f}")
+                exposed = statistics.median(one.exposed_ms for one in each)
+                print(f"{int(overlap):>5} {count:>11} {rate:>9.1f} {host:>12.3f} {exposed:>15.3f}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

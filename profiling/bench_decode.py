@@ -63,7 +63,7 @@ class DecodeBench:
 
         def run() -> None:
             table_writes(self.count, self.writes, self.rows.page_table)
-            logits = self.decoder.forward(step, inputs)
+            logits = self.decoder.forward(step, inputs).logits
             self.rows.relay.table.index_copy_(0, step.rows.long(), logits.argmax(-1))
 
         stream = torch.cuda.Stream()

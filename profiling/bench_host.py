@@ -22,7 +22,7 @@ import uvloop
 from ..engine.config import SchedulePolicy
 from ..engine.engine import Engine
 from ..engine.outbox import Outbox
-from ..engine.outputs import End, TokenLogprobs
+from ..engine.outputs import End
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler.schedule_batch import RowSampling, ScheduleBatch
@@ -43,7 +43,7 @@ GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 class NoSink:
     """Takes everything and keeps nothing: what remains is the cost of delivering."""
 
-    def push(self, token_ids: Sequence[int], text: str, *logprobs: Sequence[TokenLogprobs]) -> None:
+    def push(self, token_ids: Sequence[int], text: str, *more: object) -> None:
         pass
 
     def end(self, end: End) -> None:

@@ -27,7 +27,7 @@ import uvloop
 
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
-from ..engine.outputs import End, TokenLogprobs
+from ..engine.outputs import End
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler.schedule_batch import ScheduleBatch
 from ..engine.text.tokenization import TextTokenizer
@@ -132,13 +132,7 @@ class Counting:
         running.add(self)
         self.times: list[float] = []
 
-    def push(
-        self,
-        token_ids: Sequence[int],
-        text: str,
-        logprobs: Sequence[TokenLogprobs] = (),
-        prompt_logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:
+    def push(self, token_ids: Sequence[int], text: str, *more: object) -> None:
         self.times.append(time.perf_counter())
 
     def end(self, end: End) -> None:

@@ -18,6 +18,7 @@ from .step_parts import StepFault, rows_not_finite
 
 if TYPE_CHECKING:
     from ...streams.staging import Slot
+    from ..sampling.token_counts import TokenCounts
     from ..scheduler.schedule_batch import ScheduleBatch
     from .model_runner import ModelRunner
     from .step_parts import Stage
@@ -31,6 +32,7 @@ class CudaParts:
     sampler: CudaSampler
     decode_graphs: DecodeGraphRunner | None
     samplings: RowSamplings
+    counts: TokenCounts
     device: torch.device
     stage: Stage
     memory_table: str  # what the start took of the device, for people
@@ -65,7 +67,9 @@ class CudaStep:
             parts.samplings.apply(batch.starts)
             parts.kind_of_rows = None
         vocab_size = parts.runner.model.config.vocab_size
-        self._extras = StepExtras(batch, slot, parts.stage, vocab_size=vocab_size, device=parts.device)
+        self._extras = StepExtras(
+            batch, slot, parts.stage, vocab_size=vocab_size, device=parts.device, counts=parts.counts
+        )
         graphs = parts.decode_graphs
         self._by_graph = graphs is not None and graphs.can_run(batch)
         self._block_cpu: torch.Tensor | None = None
@@ -133,17 +137,22 @@ class CudaStep:
     def _forward_by_graph(self) -> None:
         graphs = self._parts.decode_graphs
         if graphs is not None:
+            self._parts.runner.num_forwards[type(graphs).__name__] += 1
             self._drawable = graphs.execute(self._batch, self._block_cpu)
+            if self._drawable.hidden is not None:
+                self._extras.keep_hidden(self._parts.runner.model, self._drawable.hidden)
 
     def _forward_by_runner(self) -> None:
         parts = self._parts
         if self._staged is None:
             return
+        self._extras.start_rows()
         batch, output = parts.runner.forward(self._batch, self._staged.to(parts.device))
         # Decode graphs count on from here; every other step says where its rows stand.
         parts.runner.row_state.lengths.index_copy_(0, batch.rows.long(), batch.seq_lens)
         self._extras.score_prompts(parts.runner.model, output.hidden)
         self._extras.pool(parts.runner.model, output.hidden)
+        self._extras.keep_hidden(parts.runner.model, output.hidden)
         if batch.num_samples:
             self._drawable = Drawable(
                 logits=output.logits,
@@ -160,7 +169,7 @@ class CudaStep:
         if self._dead_cpu is not None:
             sampler.dead[: self._dead_cpu.shape[0]].copy_(self._dead_cpu, non_blocking=True)
         # In the logits' own precision: a kernel for another one would be compiled in the middle of serving.
-        self._extras.before_draw(drawable.logits)
+        self._extras.before_draw(drawable.logits, drawable.rows, drawable.lengths)
         if drawable.bucket is not None:
             drawable.bucket.samples[self._kind].replay()
         else:

@@ -1,22 +1,24 @@
 """Decode steps as CUDA graphs by row bucket: one small copy and one launch a step, whatever the model's depth.
 
     host    rows, new page-table entries ── one copy ──▶ static block
-    graph   table writes · prologue (ids, positions, slots, embedding) · plan · layers · LM head ──▶ logits
+    graph   table writes · prologue (ids, positions, slots, embedding) · plan · layers · LM head ──▶ logits, hidden states
     graph   sample (resolved later) ──▶ ids, relay
 
-Everything a step needs beyond the block is on the device already: lengths, next ids, page tables, parameters.
+Everything a step needs beyond the block is on the device already: lengths, next ids, page tables, parameters. Hidden
+states are given where the graphs are captured for them (`hidden_states`); a step that asks for more is not a graph's.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
 from ...streams.breakable_graph import BreakableGraph, GraphBreaks
 from ...streams.graph import CapturedGraph, Graph, GraphPool
+from ..hidden_mode import HiddenMode, is_above
 from ..kernels.step_prologue import StepInputs, empty_step_inputs
 from ..kernels.table_writes import table_writes
 from ..models.fused_decoder import DecodeRows
@@ -24,6 +26,7 @@ from ..sampling.cuda_sampler import CudaSampler, SampleKind
 
 if TYPE_CHECKING:
     from ..scheduler.schedule_batch import ScheduleBatch
+    from .forward_output import ForwardOutput
     from .row_state import RowState
 
 _MAX_WRITES: Final = 1024  # page-table entries of one step; more of them make it an eager step
@@ -40,14 +43,24 @@ def decode_buckets(max_rows: int) -> tuple[int, ...]:
 class DecodeForward(Protocol):
     """A decode forward on static tensors."""
 
-    def forward(self, step: DecodeRows, inputs: StepInputs) -> torch.Tensor: ...
+    def forward(self, step: DecodeRows, inputs: StepInputs) -> ForwardOutput: ...
+
+
+class Captured(NamedTuple):
+    """What a captured forward writes. Shapes: logits [B, vocab]; hidden [B, hidden size], before the last norm: None where
+    graphs are captured without, and its memory is used again.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawable:
-    """What a forward leaves for its sample, on the compute lane. Shapes: logits [B, vocab]; rows, lengths [B]; num_rows [1].
+    """What a forward leaves for its sample, on the compute lane. Shapes: logits [B, vocab]; rows, lengths [B]; num_rows [1];
+    hidden [B, hidden size], before the last norm, of a graph that gives them.
 
-    Lifetime: of a graph's logits until the next replay, which is launched after the sample.
+    Lifetime: of a graph's logits and hidden states until the next replay, which is launched after the sample.
     """
 
     logits: torch.Tensor
@@ -55,6 +68,7 @@ class Drawable:
     num_rows: torch.Tensor
     lengths: torch.Tensor
     bucket: DecodeBucket | None
+    hidden: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +78,7 @@ class DecodeBucket:
     num_rows: int
     inputs: StepInputs
     drawable_rows: torch.Tensor
-    forward: Graph[torch.Tensor]
+    forward: Graph[Captured]
     samples: dict[SampleKind, CapturedGraph[None]]
 
 
@@ -78,14 +92,16 @@ class DecodeGraphRunner:
         sampler: CudaSampler,
         *,
         max_rows: int,
+        hidden_states: HiddenMode = "none",
         breaks: GraphBreaks | None = None,
         is_debug: bool = False,
     ) -> None:
-        """`breaks`: those of a decoder that breaks; `is_debug`: the whole forward is one of them, and no kernel of it is
-        captured.
+        """`hidden_states`: the most that steps may ask of the graphs. `breaks`: those of a decoder that breaks; `is_debug`: the
+        whole forward is one of them, and no kernel of it is captured.
         """
         device = row_state.page_table.device
         self._decoder = decoder
+        self._hidden_states: HiddenMode = hidden_states
         self._breaks = breaks
         self._is_debug = is_debug
         self._row_state = row_state
@@ -104,7 +120,11 @@ class DecodeGraphRunner:
     def capture_blocking(self, pool: GraphPool) -> None:
         """Capture every bucket, largest first. Stops the host; called once, before the first step."""
         for num_rows in reversed(decode_buckets(self._max_rows)):
-            self._buckets.insert(0, self._capture(num_rows, pool))
+            try:
+                self._buckets.insert(0, self._capture(num_rows, pool))
+            except Exception as error:
+                error.add_note(f"while the decode graph of {num_rows} rows was captured; decode_graph=off does without")
+                raise
         # Warm-up and capture ran real prologues over row 0.
         self._row_state.lengths.zero_()
 
@@ -114,6 +134,7 @@ class DecodeGraphRunner:
             batch.mode.fits_decode_graph
             and 0 < batch.num_rows <= self._max_rows
             and len(batch.table_rows) <= 4 * _MAX_WRITES
+            and not is_above(batch.hidden_mode, self._hidden_states)
         )
         if batch.mode.fits_decode_graph:
             self.num_hits += fits
@@ -142,30 +163,33 @@ class DecodeGraphRunner:
         if block_cpu is not None:
             self._block[: block_cpu.shape[0]].copy_(block_cpu, non_blocking=True)
         bucket = next(bucket for bucket in self._buckets if bucket.num_rows >= batch.num_rows)
+        output = bucket.forward.replay()
         return Drawable(
-            logits=bucket.forward.replay(),
+            logits=output.logits,
             rows=bucket.drawable_rows,
             num_rows=self._num_rows,
             lengths=bucket.inputs.seq_lens,
             bucket=bucket,
+            hidden=output.hidden,
         )
 
     def _capture(self, num_rows: int, pool: GraphPool) -> DecodeBucket:
         step = DecodeRows(rows=self._rows[:num_rows], num_rows=self._num_rows)
         inputs = empty_step_inputs(num_rows, self._block.device)
 
-        def forward() -> torch.Tensor:
+        def forward() -> Captured:
             table_writes(self._num_writes, self._writes, self._row_state.page_table)
-            return self._decoder.forward(step, inputs)
+            output = self._decoder.forward(step, inputs)
+            return Captured(output.logits, None if self._hidden_states == "none" else output.hidden)
 
-        captured: Graph[torch.Tensor]
+        captured: Graph[Captured]
         if self._breaks is None:
             captured = CapturedGraph(forward, pool, warmups=1)
         elif self._is_debug:
             captured = BreakableGraph(self._breaks.eager_on_graph(forward), pool, self._breaks, warmups=1)
         else:
             captured = BreakableGraph(forward, pool, self._breaks, warmups=1)
-        logits = captured.output
+        logits = captured.output.logits
 
         def draw(kind: SampleKind) -> None:
             self._sampler.draw(logits, step.rows, self._num_rows, inputs.seq_lens, kind)

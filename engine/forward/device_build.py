@@ -66,7 +66,9 @@ class DeviceBuild:
         return _on_cpu(config, runner, placement, stage, ring)
 
 
-def _limits(config: EngineConfig, runner: ModelRunner, *, memory_table: str) -> WorkerLimits:
+def _limits(
+    config: EngineConfig, runner: ModelRunner, *, memory_table: str, counts_tokens: bool = False
+) -> WorkerLimits:
     memory = runner.memory
     return WorkerLimits(
         num_pages=memory.num_pages,
@@ -74,6 +76,7 @@ def _limits(config: EngineConfig, runner: ModelRunner, *, memory_table: str) -> 
         num_rows=config.max_running_requests,
         max_model_len=memory.max_model_len,
         vocab_size=runner.model.config.vocab_size,
+        counts_tokens=counts_tokens,
         memory_table=memory_table,
     )
 
@@ -141,7 +144,7 @@ def _on_cuda(
         ring=ring,
         compute=compute,
         copy=CudaLane("copy", device, stream=copy_stream),
-        limits=_limits(config, parts.runner, memory_table=parts.memory_table),
+        limits=_limits(config, parts.runner, memory_table=parts.memory_table, counts_tokens=True),
         canary=PageCanary(parts.runner.kv_pool, compute),
         num_forwards=parts.runner.num_forwards,
     )

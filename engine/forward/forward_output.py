@@ -12,7 +12,7 @@ class ForwardOutput:
     """Shapes: logits [S, vocab] of the model's dtype, compute lane: one row for each row of the batch that samples,
     in their order. hidden [T, hidden size], before the last norm: all tokens of the step.
 
-    Lifetime: the hidden states of a graph are a view, valid until the next replay; the rest is the step's own.
+    Lifetime: what a graph writes is a view, valid until the next replay; the rest is the step's own.
     """
 
     logits: torch.Tensor

@@ -15,6 +15,7 @@ from ...streams.graph import GraphPool
 from ..errors import ConfigError
 from ..models.fused_decoder import FusedDecoder
 from ..sampling.cuda_sampler import CudaSampler, SampleKind
+from ..sampling.token_counts import TokenCounts
 from .cuda_step import CudaParts
 from .decode_graph_runner import DecodeForward, DecodeGraphRunner, decode_buckets
 from .memory_plan import MemoryPlan, device_memory
@@ -38,6 +39,12 @@ def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.de
         max_rows=num_rows,
         vocab_size=runner.model.config.vocab_size,
         table=runner.row_state.sampling,
+        next_ids=runner.row_state.relay.table,
+        device=device,
+    )
+    counts = TokenCounts(
+        num_rows=num_rows,
+        vocab_size=runner.model.config.vocab_size,
         next_ids=runner.row_state.relay.table,
         device=device,
     )
@@ -68,6 +75,7 @@ def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.de
         sampler=sampler,
         decode_graphs=decode_graphs,
         samplings=RowSamplings(),
+        counts=counts,
         device=device,
         stage=stage,
         memory_table=table.text(),
@@ -207,6 +215,7 @@ def _decode_graphs(
         runner.row_state,
         sampler,
         max_rows=num_rows,
+        hidden_states=config.hidden_states,
         breaks=breaks,
         is_debug=config.debug_cuda_graph,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from ..attention.backend import AttentionBackend, AttentionSpec
 from ..attention.registry import make_backends
+from ..hidden_mode import HiddenMode, is_above
 from ..loader.dummy_loader import fill_dummy_weights
 from ..loader.safetensors_loader import iterate_tensors, load_weights
 from ..models.registry import build_model
@@ -47,7 +48,8 @@ class ModelRunner:
     """Weights, KV pool, row state and runners of one device. Home of all: the compute lane. Lifetime: that of the
     worker.
 
-    `runners` are asked in order: decode graph, prefill graph, eager.
+    `runners` are asked in order: prefill graph, eager. A step that gives more hidden states than `hidden_states` is the last
+    one's, which is eager: so much is promised of graphs, and no more.
     """
 
     model: LlamaForCausalLM
@@ -58,6 +60,7 @@ class ModelRunner:
     decode_attention: AttentionBackend
     extend_attention: AttentionBackend
     runners: tuple[Runner, ...]
+    hidden_states: HiddenMode
     num_forwards: Counter[str] = field(default_factory=Counter)  # by the runner that computed them
 
     @classmethod
@@ -115,6 +118,7 @@ class ModelRunner:
             decode_attention=decode,
             extend_attention=extend,
             runners=(eager,),
+            hidden_states=config.hidden_states,
         )
 
     def forward(self, batch: ScheduleBatch, staged: StagedStep) -> tuple[ForwardBatch, ForwardOutput]:
@@ -123,7 +127,8 @@ class ModelRunner:
         forward_batch = ForwardBatch.init_new(
             batch, staged, self.row_state, page_size=self.memory.page_size, tokens=self.tokens
         )
-        runner = next(runner for runner in self.runners if runner.can_run(forward_batch))
+        runners = self.runners[-1:] if is_above(batch.hidden_mode, self.hidden_states) else self.runners
+        runner = next(runner for runner in runners if runner.can_run(forward_batch))
         self.num_forwards[type(runner).__name__] += 1
         return forward_batch, runner.execute(forward_batch)
 

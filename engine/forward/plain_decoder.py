@@ -17,6 +17,7 @@ from ..kernels.step_prologue import StepInputs, step_prologue
 from ..models.fused_decoder import DecodeRows
 from .forward_batch import ForwardBatch
 from .forward_context import ForwardContext
+from .forward_output import ForwardOutput
 from .kv_loc_plan import KVLocPlan
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class PlainDecoder:
         self._attention = attention
         self._breaks = breaks
 
-    def forward(self, step: DecodeRows, inputs: StepInputs) -> torch.Tensor:
-        """Compute one step for the rows in `step`. Shapes: → logits [B, vocab] of the model's dtype."""
+    def forward(self, step: DecodeRows, inputs: StepInputs) -> ForwardOutput:
+        """Compute one step for the rows in `step`."""
         page_table = self._rows.page_table
         step_prologue(
             step.rows,
@@ -73,7 +74,7 @@ class PlainDecoder:
             logits_indices=every_row[:num_rows],
             sample_rows=step.rows,
             sample_lens=inputs.seq_lens,
-            kv_loc=KVLocPlan(slots=inputs.slots, page_table=page_table, page_size=self._pool.page_size),
+            kv_loc=KVLocPlan(slots=inputs.slots.long(), page_table=page_table, page_size=self._pool.page_size),
             # Captured attention plans on the device; nothing asks the host.
             prefix_lens_cpu=(),
             num_new_cpu=(),
@@ -82,7 +83,7 @@ class PlainDecoder:
         whole = StepAttention(num_decode=num_rows, decode_plan=plan, extend_plan=None)
         attention = whole if self._breaks is None else _BrokenOut(self._breaks.eager_on_graph(whole.forward))
         hidden = self._model(ForwardContext.of(batch, self._pool, attention))
-        return self._model.logits(hidden, batch.logits_indices)
+        return ForwardOutput(logits=self._model.logits(hidden, batch.logits_indices), hidden=hidden)
 
 
 @dataclass(frozen=True, slots=True)

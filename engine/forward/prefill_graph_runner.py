@@ -141,8 +141,15 @@ class PrefillGraphRunner:
         with torch.inference_mode():
             for size in reversed(prefill_buckets(self._tokens.capacity)):
                 for kind, sizes in self._sizes.items():
-                    if size in sizes:
+                    if size not in sizes:
+                        continue
+                    try:
                         self._graphs[kind, size] = self._capture(kind, size, pool)
+                    except Exception as error:
+                        error.add_note(
+                            f"while the prefill graph ({kind}) of {size} tokens was captured; prefill_graph=off does without"
+                        )
+                        raise
         self.capture_s = time.perf_counter() - started
 
     def can_run(self, batch: ForwardBatch) -> bool:

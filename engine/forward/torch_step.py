@@ -62,10 +62,12 @@ class TorchStep:
         inputs, self._inputs = self._inputs, None
 
         def run() -> None:
+            self._extras.start_rows()
             if inputs is not None:
                 self._forward = self._parts.runner.forward(self._batch, inputs.to(self._parts.device))
                 self._extras.score_prompts(self._parts.runner.model, self._forward[1].hidden)
                 self._extras.pool(self._parts.runner.model, self._forward[1].hidden)
+                self._extras.keep_hidden(self._parts.runner.model, self._forward[1].hidden)
 
         self._fault.attempt(run)
 
@@ -100,7 +102,7 @@ class TorchStep:
                 needs=staged.needs,
             )
             logits = output.logits.float() if self._extras.changes_logits else output.logits
-            self._extras.before_draw(logits)
+            self._extras.before_draw(logits, batch.sample_rows, batch.sample_lens)
             sampled = self._parts.sampler.sample(logits, request, state.sampling)
             self._extras.after_draw(sampled.ids)
             relay_rows = batch.sample_rows.long() if on_device.relay_rows is None else on_device.relay_rows

@@ -14,12 +14,13 @@ from typing import Any
 from ..errors import ConfigError
 
 
-def read_eos_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+def read_eos_ids(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """Sorted ids that config.json, generation_config.json or the tokenizer call an end of text.
 
-    Missing files contribute nothing. Raises ConfigError for a file that is not valid JSON.
+    `config` is the content of config.json for who has read it. Missing files contribute nothing. Raises ConfigError for
+    a file that is not valid JSON.
     """
-    found = set(config_eos_ids(config))
+    found = set(config_eos_ids(_read_optional(folder / "config.json") if config is None else config))
     found.update(_ids(_read_optional(folder / "generation_config.json").get("eos_token_id")))
     found.update(_tokenizer_eos(folder))
     return tuple(sorted(found))

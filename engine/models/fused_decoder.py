@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..forward.forward_output import ForwardOutput
 from ..kernels.decode_attention import RopeInputs, decode_attention
 from ..kernels.decode_plan import DecodeWorkspace, make_decode_workspace, plan_decode
 from ..kernels.linear import linear
@@ -70,8 +71,8 @@ class FusedDecoder:
         head_fits = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
         return not has_bias and head_fits and model.embedding.dtype in (torch.bfloat16, torch.float16)
 
-    def forward(self, step: DecodeRows, inputs: StepInputs) -> torch.Tensor:
-        """Compute one step for the rows in `step`. Shapes: → logits [B, vocab] of the model's dtype."""
+    def forward(self, step: DecodeRows, inputs: StepInputs) -> ForwardOutput:
+        """Compute one step for the rows in `step`."""
         model = self._model
         num_rows = step.rows.shape[0]
         residual = torch.empty(
@@ -91,7 +92,8 @@ class FusedDecoder:
         plan_decode(inputs.seq_lens, self._attention)
         for index, layer in enumerate(model.layers):
             self._layer(index, layer, residual, step.rows, inputs)  # type: ignore[arg-type]  # ModuleList forgets its element type
-        return self._linear(residual, model.lm_head.weight, norm=model.norm.weight)
+        logits = self._linear(residual, model.lm_head.weight, norm=model.norm.weight)
+        return ForwardOutput(logits=logits, hidden=residual)
 
     def _layer(
         self, index: int, layer: DecoderLayer, residual: torch.Tensor, rows: torch.Tensor, inputs: StepInputs

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
+from ..grammar_triggers import TriggeredBackend
 
 if TYPE_CHECKING:
     from ..config import GrammarBackendName
@@ -22,8 +24,12 @@ def make_grammar_backend(name: GrammarBackendName, tokenizer: TextTokenizer, voc
     end_ids = sorted(token_id for token_id in tokenizer.eos_ids if token_id < vocab_size)
     if not end_ids:
         raise RequestError("structured output needs a model with an end token", param="structured_output")
-    special = tokenizer.special_ids
-    token_bytes = [b"" if index in special else tokenizer.token_bytes(index) for index in range(vocab_size)]
+    spelled = [tokenizer.token_bytes(index) for index in range(vocab_size)]
+    token_bytes = [b"" if index in tokenizer.special_ids else text for index, text in enumerate(spelled)]
+    return TriggeredBackend(_library(name, token_bytes, end_ids), spelled, end_ids)
+
+
+def _library(name: GrammarBackendName, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> GrammarBackend:
     if name == "xgrammar" or (name == "auto" and find_spec("xgrammar") is not None):
         from .grammar_xgrammar import XgrammarBackend
 

@@ -80,18 +80,22 @@ class LogitChanges:
         )
         return cls(block=b"".join(columns), widths=tuple(len(column) // 4 for column in columns), processed=processed)
 
-    def apply_(self, logits: torch.Tensor, block: torch.Tensor) -> dict[int, str]:
-        """Change `logits` [S, vocab] in place. `block`: this one's, int32 on the logits' device.
-
-        Returns why rows failed, by position in the batch's rows: a caller's own code may raise.
-        """
-        edit_rows, edit_ids, *floats, out_rows, out_ids, mask_rows, masks = block.split_with_sizes(self.widths)
+    def edit_(self, logits: torch.Tensor, block: torch.Tensor) -> None:
+        """Change the edited ids of `logits` [S, vocab] in place. `block`: this one's, int32 on the logits' device."""
         if self.widths[0]:
+            edit_rows, edit_ids, *floats = block.split_with_sizes(self.widths)[:5]
             at = (edit_rows.long(), edit_ids.long())
             biases, factors, takes = (column.view(torch.float32) for column in floats)
             x = logits[at].float() + biases
             x = torch.where(x < 0, x * factors, x / factors) - takes
             logits.index_put_(at, x.to(logits.dtype))
+
+    def restrict_(self, logits: torch.Tensor, block: torch.Tensor) -> dict[int, str]:
+        """Then rule out what must not be drawn, and let the callers' own code have its turn. As `edit_`.
+
+        Returns why rows failed, by position in the batch's rows: a caller's own code may raise.
+        """
+        out_rows, out_ids, mask_rows, masks = block.split_with_sizes(self.widths)[5:]
         if self.widths[5]:
             forbidden = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
             logits.index_put_((out_rows.long(), out_ids.long()), forbidden)

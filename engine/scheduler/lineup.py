@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from ..request import Request
-from .schedule_batch import PooledRow, PromptScores, RowStart, ScheduleBatch
+from .schedule_batch import PooledRow, PromptScores, RowPenalties, RowStart, ScheduleBatch, ShownRow
 
 
 class Lineup:
@@ -13,6 +13,7 @@ class Lineup:
 
     def __init__(self) -> None:
         self.decodes: list[Request] = []
+        self.shows_decodes = False  # some decode row has its hidden states brought home
         self.extends: list[tuple[Request, int, bool]] = []  # request, tokens computed now, whether it samples
 
     @property
@@ -39,6 +40,9 @@ class Lineup:
         starts: list[RowStart] = []
         scored: list[PromptScores] = []
         pooled: list[PooledRow] = []
+        shown: list[ShownRow] = []
+        if self.shows_decodes:
+            shown = [ShownRow(at, 0) for at, request in enumerate(decodes) if request.next_hidden is not None]
         for request, num_tokens, does_sample in self.extends:
             start = request.num_planned
             if request.next_scored is not None:
@@ -46,6 +50,8 @@ class Lineup:
             pooling = request.params.pooling
             if pooling is not None and (pooling == "mean" or start + num_tokens == len(request.ids)):
                 pooled.append(PooledRow(len(rows), pooling == "mean"))
+            if request.next_hidden is not None and request.next_hidden < start + num_tokens:
+                shown.append(ShownRow(len(rows), max(0, request.next_hidden - start)))
             rows.append(request.row)
             prior.append(start)
             num_new.append(num_tokens)
@@ -57,7 +63,7 @@ class Lineup:
             request.decoding = does_sample
             if not request.started:
                 request.started = True
-                starts.append(RowStart(row=request.row, sampling=request.sampling))
+                starts.append(RowStart(row=request.row, sampling=request.sampling, penalties=_penalties(request)))
         table_rows, table_columns, table_pages = _table_writes(members)
         batch = ScheduleBatch(
             step=step,
@@ -73,8 +79,25 @@ class Lineup:
             starts=tuple(starts),
             scored=tuple(scored),
             pooled=tuple(pooled),
+            shown=tuple(shown),
         )
         return batch, members
+
+
+def _penalties(request: Request) -> RowPenalties | None:
+    """What the device needs to count on by itself. A row that starts is in no step in flight: its history is exact."""
+    if not request.is_counted:
+        return None
+    params, ids = request.params, request.ids
+    first = request.num_prompt_tokens if params.repetition_penalty == 1 else 0
+    return RowPenalties(
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        num_tokens=len(ids),
+        num_prompt=request.num_prompt_tokens - first,
+        history=ids[first:].tobytes(),
+    )
 
 
 def _scores(request: Request, index: int, start: int, end: int) -> list[PromptScores]:

@@ -180,14 +180,16 @@ class PrefillAdder:
     def _coming_part(self, request: Request) -> tuple[str | None, int, bytes] | None:
         """The next whole pages of the prompt behind what is cached or committed: who has the same shares a prefix.
 
-        At the end of a prompt that has begun it is all that is left, so that choices of one prompt compute none of its
-        pages twice. None if too little is left, or if nothing is kept anyway.
+        At the end of a prompt that has begun it is all that is left, and of a shorter one it is the whole prompt, so that
+        choices of one prompt compute none of its pages twice. None if no page is left, or if nothing is kept anyway.
         """
         page_size = self._memory.page_size
         start = request.num_prefilled
         end = start + -(-SHARED_TOKENS // page_size) * page_size
-        if start:
-            end = min(end, request.longest_prefix // page_size * page_size)
-        if not start < end <= request.longest_prefix or not self._memory.tree.enabled:
+        last = request.longest_prefix // page_size * page_size
+        if start >= last or not self._memory.tree.enabled:
             return None
+        if end > last:
+            # Strangers that share so little do not wait for each other: only who asks the very same.
+            end = last if start else len(request.ids)
         return request.salt, start, request.ids[start:end].tobytes()

@@ -13,6 +13,7 @@ class RunningSet:
     def __init__(self) -> None:
         self.decoding: dict[Request, None] = {}  # in the order in which their prompts were through; a set otherwise
         self.prefilling: Request | None = None
+        self.showing: set[Request] = set()  # of those that decode, who has hidden states brought home
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.decoding
@@ -30,6 +31,8 @@ class RunningSet:
         if request is self.prefilling:
             self.prefilling = None
         self.decoding[request] = None
+        if request.next_hidden is not None:
+            self.showing.add(request)
 
     def remove(self, request: Request) -> None:
         """Take out a request that ends or is sent back."""
@@ -37,7 +40,9 @@ class RunningSet:
             self.prefilling = None
         else:
             del self.decoding[request]
+            self.showing.discard(request)
 
     def clear(self) -> None:
         self.decoding.clear()
+        self.showing.clear()
         self.prefilling = None

@@ -29,11 +29,12 @@ def gather_sample_inputs(batch: ScheduleBatch, members: Sequence[Request], *, vo
     """
     notes = _Notes()
     logprobs: list[tuple[int, int]] = []
+    running, samples = RequestState.RUNNING, batch.samples
     for index, request in enumerate(members):
-        if request.state is not RequestState.RUNNING:
+        if request.state is not running:
             notes.dead.append(index)
             continue
-        if not batch.samples[index]:
+        if request.is_plain or not samples[index]:
             continue
         params = request.params
         if params.logprobs is not None:

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..forward_mode import ForwardMode
+from ..hidden_mode import HiddenMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +25,26 @@ class RowSampling:
     seed: int  # the draw at sequence length n depends on (seed, n) only, never on batch-mates
 
 
+class RowPenalties(NamedTuple):
+    """Penalties of a row whose tokens the device counts, beginning with `history`: packed int32 ids, of which the first
+    `num_prompt` are the prompt's; without a repetition penalty the prompt is left out.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    num_tokens: int  # prompt and output so far
+    num_prompt: int
+    history: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStart:
     """Sent once, with the first step of a row that was just admitted or resumed."""
 
     row: int
     sampling: RowSampling
+    penalties: RowPenalties | None = None  # None also where the host sends them as edits
 
 
 class PromptScores(NamedTuple):
@@ -48,6 +63,13 @@ class PooledRow(NamedTuple):
 
     place: int  # position in `rows`
     sums: bool
+
+
+class ShownRow(NamedTuple):
+    """A row whose hidden states of this step are brought home as they are, from its new token number `first` on."""
+
+    place: int  # position in `rows`
+    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +95,7 @@ class ScheduleBatch:
     starts: tuple[RowStart, ...]
     scored: tuple[PromptScores, ...] = ()
     pooled: tuple[PooledRow, ...] = ()
+    shown: tuple[ShownRow, ...] = ()
 
     @property
     def mode(self) -> ForwardMode:
@@ -86,6 +109,13 @@ class ScheduleBatch:
     def num_tokens(self) -> int:
         """Tokens computed by this step, decode and extend together."""
         return self.num_decode + len(self.extend_ids) // 4
+
+    @property
+    def hidden_mode(self) -> HiddenMode:
+        """The hidden states that the step has to give: a decode row, or one that starts late, has only its last token's."""
+        if not self.shown:
+            return "none"
+        return "full" if any(first < self.num_new[place] - 1 for place, first in self.shown) else "last"
 
     @property
     def sample_indices(self) -> tuple[int, ...]:

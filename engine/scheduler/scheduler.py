@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ..cache.radix_node import EvictionPolicy
 from ..config import SchedulePolicy
 from ..errors import MisuseError, Overloaded, RequestError, StepFailed
-from ..outputs import Cancelled, End, Failed, Finished, FinishReason, TokenLogprobs
+from ..hidden_mode import HiddenMode, is_above
+from ..outputs import Cancelled, End, Failed, Finished, FinishReason, HiddenStates, TokenLogprobs
 from ..request import Request, RequestState
 from ..worker import SampleInputs, StepOutcome, WorkerLimits
 from .deadlines import Deadlines
@@ -37,6 +38,7 @@ class Update(NamedTuple):
     end: End | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first update after the prompt
+    hidden_states: HiddenStates | None = None  # one a token, those of the prompt before the first
 
 
 class SchedulerStats(NamedTuple):
@@ -53,6 +55,7 @@ class SchedulerStats(NamedTuple):
     num_prompt_tokens: int  # admitted, cached or not
     num_cached_tokens: int  # of those, found in the prefix cache
     num_output_tokens: int
+    num_eager_for_hidden: int  # steps that had to give more hidden states than graphs are captured for
 
 
 class Scheduler:
@@ -72,6 +75,7 @@ class Scheduler:
         priority_preemption: bool = False,
         eviction_policy: EvictionPolicy = "lru",
         itl_budget_s: float | None = None,
+        hidden_states: HiddenMode = "none",
         on_pages_home: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.limits = limits
@@ -96,6 +100,8 @@ class Scheduler:
         self._next_step = 0
         self._num_arrived = 0
         self._num_output_tokens = 0
+        self._captured = hidden_states
+        self._num_eager_for_hidden = 0
 
     # ---- arrivals and departures
 
@@ -133,8 +139,12 @@ class Scheduler:
             if request.state is RequestState.WAITING and not request.num_retractions:
                 late = RequestError("its deadline passed while the request waited", param="deadline_s", code="timeout")
                 updates.append(self._fail(request, late))
-            else:
+                continue
+            try:
                 text = request.text.flush() if request.text is not None else ""
+            except Exception as error:
+                updates.append(self._fail(request, _row_fault("its text failed", error)))
+            else:
                 updates.append(Update(request, (), text, self._finish(request, "deadline", None)))
         return updates
 
@@ -177,6 +187,7 @@ class Scheduler:
             num_prompt_tokens=self._planner.num_prompt_tokens,
             num_cached_tokens=self._planner.num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_eager_for_hidden=self._num_eager_for_hidden,
         )
 
     def check(self) -> None:
@@ -226,6 +237,7 @@ class Scheduler:
         batch, members = lineup.freeze(self._next_step)
         self._flights[batch.step] = members
         self._next_step += 1
+        self._num_eager_for_hidden += is_above(batch.hidden_mode, self._captured)
         for request, _, samples in lineup.extends:
             self._running.advance(request, ends_prefill=samples or request.num_planned == len(request.ids))
         return batch
@@ -242,7 +254,7 @@ class Scheduler:
         members = self._take_flight(batch)
         updates: list[Update] = []
         num_plain = 0
-        if not (outcome.row_errors or outcome.logprobs or outcome.prompt_logprobs):
+        if not (outcome.row_errors or outcome.logprobs or outcome.prompt_logprobs or outcome.hidden_states):
             # Nearly every row of nearly every step: a decode row that brings its token and nothing else.
             num_plain, running, append = batch.num_decode, RequestState.RUNNING, self._append
             for request, token_id in zip(members[:num_plain], outcome.token_ids, strict=False):
@@ -271,6 +283,8 @@ class Scheduler:
                 request.add_scores(outcome.prompt_logprobs[index])
             if index in outcome.pooled:
                 request.add_pooled(outcome.pooled[index], starts=batch.num_prior[index] == 0)
+            if index in outcome.hidden_states:
+                request.add_hidden(outcome.hidden_states[index])
             if index >= batch.num_decode:
                 request.num_prefilled = batch.num_prior[index] + batch.num_new[index]
                 request.prefill_committed = samples
@@ -279,10 +293,12 @@ class Scheduler:
                 if request.params.logprobs is not None or request.prompt_logprobs:
                     logprobs = (outcome.logprobs[index],) if update.token_ids and index in outcome.logprobs else ()
                     update = update._replace(logprobs=logprobs, prompt_logprobs=request.take_scores())
+                if update.token_ids and request.hidden_states:
+                    update = update._replace(hidden_states=request.take_hidden())
                 updates.append(update)
             elif request.num_prefilled == request.max_total_tokens:
                 end = self._finish(request, "length", None)
-                updates.append(Update(request, (), "", end, prompt_logprobs=request.take_scores()))
+                updates.append(Update(request, (), "", end, (), request.take_scores(), request.take_hidden()))
             if index >= batch.num_decode and not request.has_ended:
                 self.memory.share(request)
 
@@ -297,33 +313,38 @@ class Scheduler:
 
     def _append(self, request: Request, token_id: int) -> Update:
         """Commit one drawn token."""
-        is_over = False
+        ids, stream = request.ids, request.text
+        reason: FinishReason | None = None
+        text, stop = "", None
         is_stop = token_id in request.stop_ids
         if request.rules is not None and not is_stop:
             try:
-                is_over = request.rules.accept(token_id)
+                reason = "stop" if request.rules.accept(token_id) else None
             except Exception as error:
-                fault = StepFailed(f"structured output failed: {error}")
-                fault.__cause__ = error
-                return self._fail(request, fault)
-        ids = request.ids
+                return self._fail(request, _row_fault("structured output failed", error))
         ids.append(token_id)
         self._num_output_tokens += 1
-        stream = request.text
-        if is_stop:
-            text = stream.end_at(token_id) if stream is not None else ""
-            reason = request.stop_texts.get(token_id, token_id)
-            return Update(request, (token_id,), text, self._finish(request, "stop", reason))
-        text = ""
+        if reason is None and len(ids) >= request.max_total_tokens:
+            reason = "length"
         if stream is not None:
-            text, stop = stream.push(token_id, looks_for_stops=request.num_outputs >= request.params.min_tokens)
-            if stop is not None:
-                return Update(request, (token_id,), text, self._finish(request, "stop", stop))
-        if is_over or len(ids) >= request.max_total_tokens:
-            if stream is not None:
-                text += stream.flush()
-            return Update(request, (token_id,), text, self._finish(request, "stop" if is_over else "length", None))
-        return Update(request, (token_id,), text, None)
+            try:
+                if is_stop:
+                    text = stream.end_at(token_id)
+                else:
+                    looks = request.is_plain or request.num_outputs >= request.params.min_tokens
+                    text, stop = stream.push(token_id, looks_for_stops=looks)
+                    if reason is not None and stop is None:
+                        text += stream.flush()
+            except Exception as error:
+                return self._fail(request, _row_fault("its text failed", error))
+        if is_stop:
+            named = request.stop_texts.get(token_id, token_id)
+            return Update(request, (token_id,), text, self._finish(request, "stop", named))
+        if stop is not None:
+            return Update(request, (token_id,), text, self._finish(request, "stop", stop))
+        end = None if reason is None else self._finish(request, reason, None)
+        # What a NamedTuple's own constructor does, at half its cost: this is made for every token of every request.
+        return tuple.__new__(Update, (request, (token_id,), text, end, (), (), None))
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> Finished:
         end = Finished(reason=reason, stop_reason=stop_reason, usage=request.usage, embedding=request.embedding)
@@ -345,3 +366,10 @@ class Scheduler:
         request.move(state)
         if was_running:
             self.memory.release(request, keep=keep)
+
+
+def _row_fault(what: str, error: Exception) -> StepFailed:
+    """The end of the one request whose own part raised."""
+    fault = StepFailed(f"{what}: {error}")
+    fault.__cause__ = error
+    return fault

@@ -87,6 +87,7 @@ class StepPlanner:
             if not needy or self._memory.secure(len(needy)):
                 for request in needy:
                     self._memory.grow(request, request.num_planned + 1)
+                lineup.shows_decodes = bool(self._running.showing)
                 if lineup.decodes:
                     self.ratio.record_decode_step()
                 return True

@@ -35,6 +35,14 @@ class Detokenizer:
         self._tail, self._started = _end_of(prompt_ids, self._pieces)
         self._owed = False  # the tail of the prompt alone is no text of ours
 
+    def push_one(self, token_id: int) -> str:
+        """`push` of a single id."""
+        if self._started and not self._tail:
+            text = self._pieces.texts.get(token_id)
+            if text is not None:  # whole characters behind whole characters, as nearly always
+                return text
+        return self.push((token_id,))
+
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; may be empty."""
         pieces = self._pieces

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,13 @@ class _Rules:
 class Pieces(dict[int, bytes]):
     """Token id → the bytes it adds in the middle of a text; filled on first use.
 
-    Ids that are out of range, or skipped, add `b""`. Safe to share between threads.
+    Ids that are out of range, or skipped, add `b""`. Safe to share between threads. `texts` has those of the pieces that
+    are whole characters.
     """
 
     def __init__(self, piece_of: Callable[[int], bytes | None], first_of: Callable[[int, bytes], bytes]) -> None:
         super().__init__()
+        self.texts: dict[int, str] = {}
         self._piece_of = piece_of
         self._first_of = first_of
 
@@ -46,6 +49,8 @@ class Pieces(dict[int, bytes]):
         if piece is None:  # not a token: not stored, so that stray ids cannot make the table grow
             return b""
         self[token_id] = piece
+        with suppress(UnicodeDecodeError):
+            self.texts[token_id] = piece.decode()
         return piece
 
     def first(self, token_id: int) -> bytes:

@@ -18,7 +18,7 @@ class TextStream:
 
     def push(self, token_id: int, *, looks_for_stops: bool = True) -> tuple[str, str | None]:
         """Take one drawn id; return what it releases and the stop it completed. Held text comes with a later id."""
-        text = self._detokenizer.push((token_id,))
+        text = self._detokenizer.push_one(token_id)
         if self._stops is None or not looks_for_stops:
             return text, None
         return self._stops.push(text)

@@ -119,6 +119,11 @@ class TextTokenizer:
         """What the token adds in the middle of a text, special tokens shown; empty for an id that is no token."""
         return self.piece_table.shown[token_id]
 
+    def shown_bytes(self, token_id: int, *, starts_text: bool, skips_special: bool) -> bytes:
+        """What the token adds to a text as a detokenizer shows it. `starts_text`: nothing visible is before it."""
+        pieces = self.piece_table.skipping if skips_special else self.piece_table.shown
+        return pieces.first(token_id) if starts_text else pieces[token_id]
+
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)

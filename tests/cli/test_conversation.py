@@ -89,6 +89,27 @@ def test_chat_keeps_the_conversation_and_forgets_it_on_reset(
     assert capsys.readouterr().out == "abc\nabc\nabc\n"
 
 
+def test_chat_tells_its_commands_and_sends_none_of_them_to_the_model(
+    alphabet_answers: list[Engine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _type(monkeypatch, "/help\n/quit\n/etc/hosts is what\n/exit\n")
+    assert _run("chat", "--max-tokens", "3") == 0
+    first, second, answer, *rest = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert "/reset" in first
+    assert (answer, rest) == ("abc", [])
+
+
+@pytest.mark.parametrize("prompt", ["", "-"])
+def test_an_empty_prompt_is_refused_before_the_model_is_loaded(
+    alphabet_answers: list[Engine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    _type(monkeypatch, "")
+    assert _run("generate", prompt) == 2
+    assert capsys.readouterr().err == "slipstream: the prompt is empty\n"
+    assert alphabet_answers == []
+
+
 def test_chat_survives_a_message_that_does_not_fit(
     alphabet_answers: list[Engine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.engine.engine import Engine
+from slipstream.engine.errors import RequestError
 from slipstream.engine.outputs import Cancelled, End, Finished
 from slipstream.engine.scheduler import new_token_ratio
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
@@ -151,6 +152,36 @@ async def test_k01_twins_in_one_tick_and_a_third_that_reuses_freed_pages(scripte
         solo = [(await alone.complete(*request)).token_ids for request in (twin, third)]
     async with scripted(num_pages=130, overlap=overlap, chunked_prefill_size=64, max_prefill_tokens=128) as engine:
         assert await answers(engine, recorder, [twin, twin, third, twin]) == [solo[0], solo[0], solo[1], solo[0]]
+
+
+@DEPTHS
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+async def test_k02_a_prompt_of_whole_pages_that_is_all_cached_gives_the_same_answer(
+    scripted, overlap: bool, page_size: int
+) -> None:
+    async with scripted(num_pages=4096 // page_size, page_size=page_size, overlap=overlap) as engine:
+        for num_tokens in (256, 512):
+            prompt = [(7 * place + num_tokens) % 31 for place in range(num_tokens)]
+            first, again = [await engine.complete(prompt, SamplingParams(max_tokens=9, seed=1)) for _ in range(2)]
+            assert again.token_ids == first.token_ids
+            assert again.usage.cached_tokens == num_tokens - page_size, "the page of the last token is computed again"
+
+
+@DEPTHS
+async def test_k04_a_request_that_needs_nearly_the_whole_pool_runs_and_a_larger_one_is_refused(
+    scripted, overlap: bool
+) -> None:
+    """Pages of two tokens, a context of twice the pool: neither is tried for ever."""
+    script = Script(verifies=False)
+    async with scripted(script, num_pages=2048, page_size=2, max_model_len=8192, overlap=overlap) as engine:
+        engine._loop._after_commit = None
+        whole = await engine.complete([1] * 10, SamplingParams(max_tokens=4084, seed=1))
+        assert len(whole.token_ids) == 4084
+        with pytest.raises(RequestError, match="exceed the limit of 4096"):
+            await engine.complete([1] * 10, SamplingParams(max_tokens=4087))
+        both = [engine.complete([number] * 10, SamplingParams(max_tokens=2300, seed=number)) for number in range(2)]
+        assert [len(each.token_ids) for each in await asyncio.gather(*both)] == [2300, 2300]
+        assert engine.stats.num_free_pages + engine.stats.num_cached_pages == 2048
 
 
 @DEPTHS

@@ -1,8 +1,8 @@
 """The crown jewel: whatever is thrown at the engine, depth 1 gives token for token what depth 0 gives.
 
-Scripts of arrivals, lengths, shared prefixes, stops, penalties, grammars, log-probabilities, priorities, pauses, aborts,
-faults, late results and page pressure are generated; the ScriptedWorker reads every history back through the pages at every
-step, freed pages are poisoned, and the laws of ownership are proved after each step.
+Scripts of arrivals, lengths, shared prefixes, stops, penalties, grammars, log-probabilities, hidden states, priorities,
+pauses, aborts, faults, late results and page pressure are generated; the ScriptedWorker reads every history back through
+the pages at every step, freed pages are poisoned, and the laws of ownership are proved after each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream import SamplingParams
 from slipstream.engine.engine import Engine, RequestHandle
 from slipstream.engine.grammar_session import GrammarSpec
 from slipstream.engine.logit_rules import mask_of
-from slipstream.engine.outputs import Cancelled, End, Failed, Finished, TokenLogprobs
+from slipstream.engine.outputs import Cancelled, End, Failed, Finished, HiddenStates, TokenLogprobs
 from slipstream.engine.scheduler import new_token_ratio, prefill_adder
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.worker import WorkerLimits
@@ -58,6 +58,7 @@ class Scenario:
     pauses: tuple[tuple[int, bool], ...]  # (turn, whether the cache is flushed meanwhile)
     arrivals: tuple[Arrival, ...]
     late_every: int
+    counts_tokens: bool  # the worker counts for penalties; the host sends no edits for them
     expected_ratio: float  # how much output is reserved for: near 0, requests run into each other and are retracted
     launch_faults: frozenset[int]
     forward_faults: frozenset[int]
@@ -71,6 +72,7 @@ class Recorder:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.parts: list[HiddenStates] = []
         self.ends: list[End] = []
 
     def push(
@@ -79,10 +81,17 @@ class Recorder:
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         assert not self.ends, "a token after the end"
         self.token_ids.extend(token_ids)
         self.logprobs.extend((*prompt_logprobs, *logprobs))
+        if hidden_states is not None:
+            self.parts.append(hidden_states)
+
+    @property
+    def hidden_states(self) -> HiddenStates | None:
+        return HiddenStates.joined(self.parts)
 
     def end(self, end: End) -> None:
         self.ends.append(end)
@@ -128,6 +137,8 @@ RULES: dict[str, dict[str, object]] = {
     "penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.4, "presence_penalty": 0.2, "logit_bias": {3: 0.5}},
     "bans": {"bad_words_ids": ((3,), (5, 6)), "frequency_penalty": -0.5},
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 0.3},
+    "last states": {"hidden_states": "last", "logprobs": 0},
+    "full states": {"hidden_states": "full", "prompt_logprobs": 0},
     "grammar": {"structured_output": SPEC, "logprobs": 0, "frequency_penalty": 0.3},
 }
 
@@ -173,6 +184,7 @@ def scenarios(draw: st.DrawFn, *, faults: bool, aborts: bool) -> Scenario:
         pauses=tuple(draw(st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=2))),
         arrivals=tuple(arrivals),
         late_every=draw(st.integers(1, 5)),
+        counts_tokens=draw(st.booleans()),
         expected_ratio=draw(st.sampled_from((0.0, 0.0, 0.7))),
         launch_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
         forward_faults=draw(st.frozensets(steps, max_size=2) if faults else none),
@@ -197,6 +209,7 @@ async def play(scenario: Scenario, *, overlap: bool) -> tuple[list[Recorder], En
         num_rows=scenario.num_rows,
         max_model_len=scenario.num_pages * scenario.page_size,
         vocab_size=VOCAB,
+        counts_tokens=scenario.counts_tokens,
     )
     engine = Engine.on(
         ScriptedWorker(limits, script),
@@ -269,10 +282,11 @@ SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=
 @SETTINGS
 @given(scenarios(faults=False, aborts=False))
 def test_depth_1_gives_token_for_token_what_depth_0_gives(scenario: Scenario) -> None:
-    """And both what a pool gives in which nobody is ever sent back."""
+    """And both what a pool gives in which nobody is ever sent back, and the host counts."""
     at_0, _ = asyncio.run(play(scenario, overlap=False))
     at_1, _ = asyncio.run(play(scenario, overlap=True))
     roomy = replace(scenario, num_pages=800 // scenario.page_size + 16, num_rows=10, preempts=False, pauses=())
+    roomy = replace(roomy, counts_tokens=False)
     undisturbed, engine = asyncio.run(play(roomy, overlap=True))
     assert engine.stats.num_retractions == 0
     for one, other, whole in zip(at_0, at_1, undisturbed, strict=True):
@@ -280,6 +294,7 @@ def test_depth_1_gives_token_for_token_what_depth_0_gives(scenario: Scenario) ->
         assert one.logprobs == whole.logprobs
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
+        assert one.hidden_states == other.hidden_states == whole.hidden_states
         assert isinstance(one.ends[0], Finished)
         assert isinstance(other.ends[0], Finished)
         assert one.ends[0].reason == other.ends[0].reason
@@ -310,3 +325,4 @@ def test_aborts_and_faults_end_each_request_once_and_bring_everything_home(scena
         assert isinstance(recorder.ends[0], Finished | Failed | Cancelled)
         if isinstance(recorder.ends[0], Finished):
             assert recorder.token_ids == whole.token_ids
+            assert recorder.hidden_states == whole.hidden_states

@@ -37,8 +37,14 @@ def changed(logits, histories, num_prompt_tokens, how):
         suppressed.append((index, rules.bans(array("i", history))))
     inputs = SampleInputs(edits=tuple(edits), suppressed=tuple(suppressed))
     packed = LogitChanges.packed(inputs, range(len(histories)), vocab_size=VOCAB)
+    return applied(packed, logits)
+
+
+def applied(packed, logits):
     out = logits.clone()
-    assert packed.apply_(out, torch.frombuffer(bytearray(packed.block), dtype=torch.int32)) == {}
+    block = torch.frombuffer(bytearray(packed.block), dtype=torch.int32)
+    packed.edit_(out, block)
+    assert packed.restrict_(out, block) == {}
     return out
 
 
@@ -90,8 +96,7 @@ def test_masks_unpack_to_the_ids_that_made_them(vocab):
 def test_dead_rows_and_ids_beyond_the_vocabulary_change_nothing(logits):
     inputs = SampleInputs(dead=frozenset({1}), suppressed=((0, (3, 5000)), (1, (4,))), masks=((1, b"\0" * 40),))
     packed = LogitChanges.packed(inputs, (0, 1, 2), vocab_size=VOCAB)
-    out = logits.clone()
-    packed.apply_(out, torch.frombuffer(bytearray(packed.block), dtype=torch.int32))
+    out = applied(packed, logits)
     assert (out != logits).nonzero().tolist() == [[0, 3]]
 
 

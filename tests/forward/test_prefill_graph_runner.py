@@ -196,3 +196,19 @@ def test_buckets_end_at_the_largest_step_and_pad_little(max_tokens):
     worst = [(above - below - 1) / (below + 1) for below, above in zip((0, *sizes), sizes, strict=False)]
     assert all(waste <= 0.75 for waste in worst)
     assert all(waste <= 0.125 for below, waste in zip((0, *sizes), worst, strict=False) if below >= 128)
+
+
+def test_a_capture_that_fails_raises_its_cause_and_names_the_bucket_and_the_way_around(monkeypatch):
+    real = PrefillGraphRunner._forward_of
+
+    def forward_of(self, size, attention):
+        if size == 16:
+            raise torch.OutOfMemoryError("the card is full")
+        return real(self, size, attention)
+
+    monkeypatch.setattr(PrefillGraphRunner, "_forward_of", forward_of)
+    with pytest.raises(torch.OutOfMemoryError, match="the card is full") as caught:
+        Bench("graphs")
+    (note,) = caught.value.__notes__
+    assert "prefill graph (breakable) of 16 tokens" in note
+    assert "prefill_graph=off" in note

@@ -34,7 +34,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("tools", value) for value in ([{"type": "function"}], "x", 5)],
     *[("tool_choice", value) for value in ("required", {"type": "function"})],
     ("reasoning_effort", "high"),
-    ("prompt_logprobs", 1),
+    ("prompt_logprobs", 21),
     ("request_id", "a\r\nset-cookie: b"),
     ("priority", "3"),
     ("wat", 1),
@@ -84,10 +84,9 @@ async def test_bad_prompts_are_refused_before_anything_runs(serving: Any, stream
         answers = [await served.post("/v1/completions", {"prompt": prompt, "stream": stream}) for prompt in BAD_PROMPTS]
         native = [await served.post("/generate", {"input_ids": prompt, "stream": stream}) for prompt in BAD_PROMPTS]
         assert served.engine.stats.num_steps == 0
-    assert [(answer.status, answer.json["error"]["param"]) for answer in answers] == [(400, "prompt")] * len(
-        BAD_PROMPTS
-    )
-    assert {(answer.status, answer.json["error"]["param"]) for answer in native} == {(400, "input_ids")}
+    for name, refused in (("prompt", answers), ("input_ids", native)):
+        assert all(answer.status == 400 for answer in refused)
+        assert {answer.json["error"]["param"] for answer in refused} == {name, f"{name}[1]"}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +110,58 @@ async def test_a_body_that_is_no_json_object_is_a_400(serving: Any, body: bytes)
             answer = await served.ask("POST", path, body)
             assert answer.status == 400
             assert answer.json["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_refusal_says_in_its_words_what_is_wrong_and_where(serving: Any) -> None:
+    told = [
+        (
+            "/v1/completions",
+            b'{"prompt": "x", "max_tokens": 1%b}' % (b"0" * 30),
+            "max_tokens",
+            "max_tokens is too large",
+        ),
+        ("/v1/completions", b'{"prompt": "\xff"}', None, "the body is not valid UTF-8, from byte 12 on"),
+        ("/v1/completions", {"prompt": ["a", "", "b"]}, "prompt[1]", "the prompt must have at least one token"),
+        ("/v1/completions", {"prompt": [[5], [999]]}, "prompt[1]", "token id 999 is outside the vocabulary 0…299"),
+        ("/v1/completions", {"prompt": [[5], []]}, "prompt", "prompt[1] is empty"),
+        ("/generate", {"input_ids": [[5], []]}, "input_ids", "input_ids[1] is empty"),
+        ("/generate", {"text": ["a", ""]}, "text[1]", "the prompt must have at least one token"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "the prompt must have at least one token"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "logprobs": 21},
+            "logprobs",
+            "logprobs: input should be less than or equal to 20",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant"}, {"role": "user"}]},
+            "messages[1].content",
+            "a message of the role user has a content",
+        ),
+    ]
+    async with serving() as served:
+        for path, body, param, message in told:
+            answer = await served.ask("POST", path, body)
+            error = answer.json["error"]
+            assert (answer.status, error["param"], error["message"]) == (400, param, message)
+
+
+async def test_what_could_never_wait_in_the_queue_is_refused_for_good(serving: Any) -> None:
+    settings = {"max_queued_requests": 4, "max_queued_tokens": 40}
+    async with serving(engine_settings=settings) as served:
+        for body, param, limit in (
+            ({"prompt": "x", "n": 5}, "n", "max_queued_requests"),
+            ({"prompt": ["x"] * 5}, "prompt", "max_queued_requests"),
+            ({"prompt": [[5] * 21] * 2}, "prompt", "max_queued_tokens"),
+            ({"prompt": [5] * 21, "n": 2}, "n", "max_queued_tokens"),
+        ):
+            for stream in (False, True):
+                answer = await served.post("/v1/completions", {**body, "max_tokens": 1, "stream": stream})
+                assert (answer.status, answer.json["error"]["param"]) == (400, param)
+                assert limit in answer.json["error"]["message"]
+        for body in ({"prompt": "x", "n": 4}, {"prompt": [5] * 100}):
+            assert (await served.post("/v1/completions", {**body, "max_tokens": 1})).status == 200
 
 
 async def test_null_means_not_sent(serving: Any) -> None:

@@ -167,6 +167,21 @@ async def test_a_reader_that_stops_is_cut_off_and_the_others_never_wait(serving:
 
 
 @pytest.mark.usefixtures("small_buffers")
+async def test_a_reader_that_the_kernel_gives_up_is_counted_as_cut_off_too(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice = connection._notice_silent_loss
+    monkeypatch.setattr(connection, "_notice_silent_loss", lambda sock, _: notice(sock, 0.3))
+    async with serving(num_pages=8192) as served:
+        stuck = await served.connect(receive_buffer=4096)
+        await stuck.send("POST", "/generate", FLOOD)
+        cut = 'num_write_timeouts_total{model_name="tiny"} 1.0'
+        async with asyncio.timeout(8):
+            while cut not in (await served.ask("GET", "/metrics")).body.decode():
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("small_buffers")
 async def test_a_slow_reader_gets_everything_in_fewer_frames(serving: Any) -> None:
     async with serving(num_pages=8192) as served:
         slow = await served.connect(receive_buffer=4096)

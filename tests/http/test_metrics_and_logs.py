@@ -85,7 +85,7 @@ async def test_a_request_s_line_says_how_it_went(serving: Any, caplog: pytest.Lo
     good, bad = [record for record in caplog.records if record.name == "slipstream.http"]
     pattern = (
         r"request_id=abc path=/v1/completions status=200 seconds=[\d.]+ prompt_tokens=\d+ cached_tokens=0"
-        r" output_tokens=20 finish=length queue_s=[\d.]+ first_token_s=[\d.]+"
+        r" output_tokens=20 sampling=max_tokens:20,ignore_eos:true finish=length queue_s=[\d.]+ first_token_s=[\d.]+"
     )
     assert re.fullmatch(pattern, good.getMessage()), good.getMessage()
     assert good.request["output_tokens"] == 20  # type: ignore[attr-defined]

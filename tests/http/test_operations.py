@@ -77,14 +77,22 @@ async def test_a_step_that_never_ends_turns_health_red(serving: Any) -> None:
 
 async def test_a_full_queue_is_a_429_at_once_and_takes_nothing_half(serving: Any) -> None:
     settings = {"max_queued_requests": 3}
-    async with serving(Script(step_time_s=0.02), engine_settings=settings) as served:
-        body = {**LONG, "prompt": ["a"] * 5}
+    async with serving(Script(step_time_s=0.02), num_rows=1, engine_settings=settings) as served:
+        for _ in range(2):
+            client = await served.connect()
+            await client.send("POST", "/v1/completions", {**LONG, "stream": True})
+        async with asyncio.timeout(5):
+            while served.engine.stats.num_waiting != 1 or not served.engine.stats.num_running:
+                await asyncio.sleep(0)
+        body = {**LONG, "prompt": ["a"] * 3}
         for stream in (True, False):
             answer = await served.post("/v1/completions", {**body, "stream": stream})
             assert (answer.status, answer.json["error"]["code"]) == (429, "overloaded")
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.headers["content-type"] == "application/json"
-        assert served.engine.stats.num_waiting == 0
+            assert served.engine.stats.num_waiting == 1
+        for client in served.clients:
+            client.close()
 
 
 async def test_the_api_key_guards_everything_but_probes(serving: Any) -> None:

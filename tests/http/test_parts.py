@@ -24,44 +24,65 @@ from slipstream.http.stream_interval import StreamInterval
 from slipstream.http.turnstile import A_TURN, Turnstile
 
 
-class Flushed:
-    def __init__(self, log: list[int], number: int, *, fails: bool = False) -> None:
-        self._log, self._number, self._fails = log, number, fails
+class Written:
+    """A stream, and the transport that it is written to."""
 
-    def flush(self, now: float) -> None:
-        self._log.append(self._number)
-        if self._fails:
-            raise ValueError("this stream cannot be written")
+    def __init__(self, log: list[tuple[str, int]], number: int, *, fails_at: str = "") -> None:
+        self._log, self._number, self._fails_at = log, number, fails_at
+        self.transport = self
+
+    def render(self, now: float) -> bytes:
+        self._note("render")
+        return b"frame"
+
+    def write(self, data: bytes) -> None:
+        assert data == b"frame"
+        self._note("write")
+
+    def _note(self, what: str) -> None:
+        self._log.append((what, self._number))
+        if self._fails_at == what:
+            raise ValueError(f"this stream cannot {what}")
 
 
-async def test_fan_out_flushes_in_order_and_leaves_turns_between_slices() -> None:
-    log: list[int] = []
+async def test_fan_out_writes_in_order_and_leaves_turns_between_slices() -> None:
+    log: list[tuple[str, int]] = []
     fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", StepTimes()))
     for number in range(3 * SLICE_STREAMS):
-        fan_out.schedule(Flushed(log, number))
+        fan_out.schedule(Written(log, number))
     assert log == [], "nothing is written inside the step loop's call"
     turns = 0
-    while len(log) < 3 * SLICE_STREAMS:
+    while len(log) < 6 * SLICE_STREAMS:
         before = len(log)
         await asyncio.sleep(0)
         turns += 1
-        assert len(log) - before <= SLICE_STREAMS
-    assert log == list(range(3 * SLICE_STREAMS))
+        assert len(log) - before <= 2 * SLICE_STREAMS
+    assert [number for what, number in log if what == "write"] == list(range(3 * SLICE_STREAMS))
     assert turns >= 3
-    fan_out.schedule(Flushed(log, -1))
+    fan_out.schedule(Written(log, -1))
     await asyncio.sleep(0)
-    assert log[-1] == -1, "it runs again after it was empty"
+    assert log[-1] == ("write", -1), "it runs again after it was empty"
 
 
-async def test_a_stream_that_fails_does_not_silence_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    log: list[int] = []
+async def test_a_slice_is_rendered_before_any_of_it_is_written() -> None:
+    log: list[tuple[str, int]] = []
+    fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", StepTimes()))
+    for number in range(SLICE_STREAMS):
+        fan_out.schedule(Written(log, number))
+    await asyncio.sleep(0)
+    assert [what for what, _ in log] == ["render"] * SLICE_STREAMS + ["write"] * SLICE_STREAMS
+
+
+@pytest.mark.parametrize("fails_at", ["render", "write"])
+async def test_a_stream_that_fails_does_not_silence_the_others(caplog: pytest.LogCaptureFixture, fails_at: str) -> None:
+    log: list[tuple[str, int]] = []
     fan_out = FanOut(Histogram((1.0,)), StreamInterval("1", StepTimes()))
     for number in range(4):
-        fan_out.schedule(Flushed(log, number, fails=number == 1))
+        fan_out.schedule(Written(log, number, fails_at=fails_at if number == 1 else ""))
     with caplog.at_level(logging.ERROR, "slipstream.http"):
         await asyncio.sleep(0)
-    assert log == [0, 1, 2, 3]
-    assert "could not be written" in caplog.text
+    assert [number for what, number in log if what == "write" and number != 1] == [0, 2, 3]
+    assert f"this stream cannot {fails_at}" in caplog.text
 
 
 def test_a_template_is_cut_at_the_text_even_if_an_id_looks_like_it() -> None:

@@ -13,11 +13,11 @@ from slipstream.http.settings import FrontSettings
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "go"}], "seed": 1, "ignore_eos": True}
 GOLDEN_COMPLETION = """\
-data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null,"stop_reason":null}]}
 
-data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"\\"","logprobs":null,"finish_reason":null}]}
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"\\"","logprobs":null,"finish_reason":null,"stop_reason":null}]}
 
-data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"b","logprobs":null,"finish_reason":null}]}
+data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"b","logprobs":null,"finish_reason":null,"stop_reason":null}]}
 
 data: {"id":"cmpl-golden","object":"text_completion","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop","stop_reason":null}]}
 
@@ -25,11 +25,11 @@ data: [DONE]
 
 """  # noqa: E501
 GOLDEN_CHAT = """\
-data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}
 
-data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"a"},"logprobs":null,"finish_reason":null}],"usage":null}
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"a"},"logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}
 
-data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"b"},"logprobs":null,"finish_reason":null}],"usage":null}
+data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"b"},"logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}
 
 data: {"id":"chatcmpl-golden","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":null,"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":null}
 
@@ -87,6 +87,22 @@ async def test_continuous_usage_counts_up_in_every_chunk(serving: Any) -> None:
     assert counts[-1] == 6
     assert chunks[-1]["choices"] == []
     assert done == "[DONE]"
+
+
+async def test_continuous_usage_is_whole_from_the_first_chunk_on(serving: Any, tokenizer: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": options}
+    async with serving() as served:
+        for path, prompt in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the stream slips " * 4}]}),
+            ("/v1/completions", {"prompt": "past the stones " * 4, "echo": True}),
+        ):
+            for num_cached in (False, True):
+                *chunks, last, _ = (await served.post(path, {**asked, **prompt})).events
+                assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
+                cached = {chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in [*chunks, last]}
+                assert len(cached) == 1
+                assert (cached != {0}) is num_cached
 
 
 async def test_no_token_at_all_still_makes_a_whole_stream(serving: Any, tokenizer: Any) -> None:

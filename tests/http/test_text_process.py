@@ -121,6 +121,18 @@ async def test_while_it_starts_a_large_body_is_asked_to_come_again_and_a_small_o
         assert (await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})).status == 200
 
 
+async def test_ready_waits_for_it(serving: Any, tokenizer: Any) -> None:
+    process = TextProcess()
+    async with serving(text_process=process) as served:
+        starting = asyncio.create_task(process.start(tokenizer, None))
+        await asyncio.sleep(0)
+        answer = await served.ask("GET", "/ready")
+        assert (answer.status, answer.json) == (503, {"status": "starting"})
+        await starting
+        assert (await served.ask("GET", "/ready")).status == 200
+        await process.aclose()
+
+
 async def test_sixty_four_streams_keep_their_pace_beside_huge_prompts(
     serving: Any, text_process: TextProcess, tokenizer: Any
 ) -> None:

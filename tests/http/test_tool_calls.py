@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -122,6 +123,68 @@ async def test_a_required_call_is_enforced_and_a_cut_one_says_so(serving: Any, s
             assert reason == "length"
 
 
+STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+
+
+def calling(served: Any, scripted: Any, text: str) -> None:
+    """Have the model begin with `text` and go on with whatever comes to its mind."""
+    start = scripted.saying(text)
+    end = len(served.engine.tokenizer.encode(text)) + len(served.engine.tokenizer.encode("PROMPT"))
+
+    def token_of(seed: int, history: Any) -> int:
+        return int(start(seed, history)) if len(history) < end else 34 + (seed * 7 + len(history) * 31) % 90
+
+    served.worker.script = replace(served.worker.script, token_of=token_of)
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "thinks"),
+    [
+        ("hermes", "Well. <tool_call>", False),
+        ("hermes", "<think>no <tool_call> x</think><tool_call>", True),
+        ("mistral", "Well.[TOOL_CALLS]", False),
+        ("mistral [ARGS]", "[TOOL_CALLS]add[ARGS]", False),
+        ("llama", "{", False),
+        ("llama", "<|python_tag|>", False),
+    ],
+)
+async def test_a_call_that_the_model_chose_itself_keeps_to_a_strict_schema(
+    serving: Any, scripted: Any, form: str, begin: str, thinks: bool
+) -> None:
+    marker = MARKERS[form.split()[0]] + form[7:]
+    async with serving(Script(token_of=scripted.saying(begin))) as served:
+        served.engine.chat_template = template(marker, thinks=thinks)
+        calling(served, scripted, begin)
+        loose = 0
+        for seed in range(3):
+            asked = body(max_tokens=400, parallel_tool_calls=False, seed=seed)
+            answer = await served.post("/v1/chat/completions", {**asked, "tools": STRICT})
+            message, reason = whole(answer)
+            assert reason == "tool_calls", answer.body
+            ((name, arguments),) = message["calls"]
+            parsed = json.loads(arguments)
+            assert parsed == {} if name == "now" else set(parsed) <= {"a", "b"} and 0 <= parsed["a"] <= 9
+            free = whole(
+                await served.post("/v1/chat/completions", {**asked, "parallel_tool_calls": True, "max_tokens": 90})
+            )
+            loose += free[1] == "length"
+        assert loose, "without strict nothing keeps this model from nonsense"
+
+
+async def test_strict_tools_leave_plain_answers_alone_and_later_calls_free(serving: Any, scripted: Any) -> None:
+    text = TEXTS["hermes"].replace('"b": "}{"', '"b": "x"')
+    for said, expected in (
+        ("nothing to call {here}", {"content": "nothing to call {here}", "calls": []}),
+        (text + text, {"content": "Let me see.Let me see.", "calls": [["add", '{"a": 1, "b": "x"}']] * 2}),
+    ):
+        async with serving(Script(token_of=scripted.saying(said))) as served:
+            served.engine.chat_template = template("<tool_call>")
+            answer = await served.post("/v1/chat/completions", body(tools=STRICT, max_tokens=200))
+            assert whole(answer)[0] == expected
+            one = await served.post("/v1/chat/completions", body(max_tokens=200, parallel_tool_calls=False))
+            assert len(whole(one)[0]["calls"]) == min(1, len(expected["calls"]))
+
+
 async def test_a_named_function_gets_its_arguments(serving: Any) -> None:
     async with serving() as served:
         choice = {"type": "function", "function": {"name": "add"}}
@@ -163,6 +226,8 @@ async def test_concurrent_required_calls_work_under_overlap(serving: Any) -> Non
             },
             "tools",
         ),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+        ({"tools": STRICT, "response_format": {"type": "json_object"}}, "tools[0].function.strict"),
         ({}, "tools"),  # the template of these tests knows no tools
     ],
 )

@@ -244,9 +244,19 @@ class TestSharedPrefix:
 
     def test_a_short_one_is_not_worth_a_wait(self, hand) -> None:
         h = hand()
-        for _ in range(4):
-            h.add(range(20), 1)
+        for last in range(4):
+            h.add([*range(20), 500 + last], 1)
         assert h.step().num_rows == 4
+
+    def test_but_the_whole_pages_of_the_very_same_prompt_are(self, hand) -> None:
+        h = hand()
+        twins = [h.add(range(20), 1) for _ in range(4)]
+        computed = 0
+        while h.scheduler.has_work():
+            computed += h.step().num_tokens
+        shared = 19 // h.scheduler.memory.page_size * h.scheduler.memory.page_size
+        assert [twin.num_cached_tokens for twin in twins] == [0, shared, shared, shared]
+        assert computed == 20 + 3 * (20 - shared)
 
     def test_another_salt_or_no_cache_means_no_wait(self, hand) -> None:
         h = hand(num_pages=200)

@@ -68,11 +68,11 @@ def test_a_prompt_still_running_shares_its_prefix_as_soon_as_it_is_committed(han
 
 def test_nothing_is_matched_before_its_step_is_committed(hand) -> None:
     h = hand()
-    h.add(range(20), 4)
+    h.add([*range(20), 500], 4)
     batch = h.batch()
-    twin = h.add(range(20), 4)
+    twin = h.add([*range(20), 501], 4)
     second = h.batch(batch)
-    assert twin.num_planned == 20
+    assert twin.num_planned == 21
     assert second.num_prior[-1] == 0
     assert twin.num_cached_tokens == 0
 
@@ -98,9 +98,9 @@ def test_salts_keep_prefixes_apart(hand) -> None:
 
 
 def test_a_table_is_remapped_to_the_trees_pages_before_the_duplicates_are_free(hand) -> None:
-    """Two equal prompts in the same step: the second one's pages are duplicates of what the first one put in the tree."""
+    """Two alike prompts in the same step: the second one's pages are duplicates of what the first one put in the tree."""
     h = hand(num_pages=40, chunk=64)
-    first, second = h.add(range(16), 40), h.add(range(16), 40)
+    first, second = h.add([*range(16), 500], 40), h.add([*range(16), 501], 40)
     third = h.batch()
     own = list(second.pages)
     fourth = h.batch(third)  # launched before the duplicates are known: it reads them through the old table
@@ -123,7 +123,7 @@ def test_a_table_is_remapped_to_the_trees_pages_before_the_duplicates_are_free(h
 
 def test_at_depth_0_duplicates_are_free_at_once_and_the_next_step_remaps_before_it_writes(hand) -> None:
     h = hand(num_pages=40)
-    first, second = h.add(range(16), 40), h.add(range(16), 40)
+    first, second = h.add([*range(16), 500], 40), h.add([*range(16), 501], 40)
     batch = h.batch()
     own = list(second.pages)
     h.commit(batch)

@@ -182,3 +182,14 @@ def test_what_is_not_final_leaves_only_an_incomplete_character(content, each_byt
     rest, _ = decode_utf8(content[used:], each_byte=each_byte, final=True)
     assert text + rest == decode_utf8(content, each_byte=each_byte, final=True)[0]
     assert len(content) - used <= 3
+
+
+@settings(deadline=None, max_examples=60)
+@given(ids=any_ids, prompt=any_ids, skip=st.booleans())
+def test_single_ids_give_what_lists_of_one_give(byte_level, byte_fallback, metaspace, wordpiece, ids, prompt, skip):
+    for tokenizer in (byte_level, byte_fallback, metaspace, wordpiece):
+        by_list = Detokenizer(tokenizer, prompt_ids=prompt, skip_special_tokens=skip)
+        by_id = Detokenizer(tokenizer, prompt_ids=prompt, skip_special_tokens=skip)
+        for token_id in (*ids, *ids):  # the second time every piece is known
+            assert by_id.push_one(token_id) == by_list.push([token_id])
+        assert by_id.flush() == by_list.flush()

@@ -134,7 +134,7 @@ class CudaLane:
 
     def submit(self, fn: Callable[[], None]) -> None:
         self._check_open()
-        with torch.cuda.stream(self.stream):
+        with self.stream:  # torch.cuda.stream() does the same in Python, and takes 40 µs
             fn()
 
     def fence(self) -> CudaFence:

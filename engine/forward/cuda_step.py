@@ -148,8 +148,6 @@ class CudaStep:
             return
         self._extras.start_rows()
         batch, output = parts.runner.forward(self._batch, self._staged.to(parts.device))
-        # Decode graphs count on from here; every other step says where its rows stand.
-        parts.runner.row_state.lengths.index_copy_(0, batch.rows.long(), batch.seq_lens)
         self._extras.score_prompts(parts.runner.model, output.hidden)
         self._extras.pool(parts.runner.model, output.hidden)
         self._extras.keep_hidden(parts.runner.model, output.hidden)

@@ -51,7 +51,7 @@ class DeviceStep(Protocol):
 class TpWorker:
     """`Worker` on one CPU or one CUDA device, for the model in `folder`.
 
-    Called on the loop thread only; what runs elsewhere is what it submits.
+    Called on the loop thread only, by whoever runs it; what runs elsewhere is what it submits, and its own warm-up.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, marks: MarkSwitch | None = None) -> None:
@@ -70,8 +70,9 @@ class TpWorker:
         built = await asyncio.to_thread(DeviceBuild.make_blocking, self._config, self._folder)
         self._built = built
         for batch in warm_up_batches(built.limits):
-            launched = self.launch(batch)
-            launched.resolve(warm_up_inputs(batch, built.limits))
+            # Not on the loop: what is compiled here holds its thread for seconds.
+            launched = await asyncio.to_thread(self.launch, batch)
+            await asyncio.to_thread(launched.resolve, warm_up_inputs(batch, built.limits))
             if launched.outcome is not None:
                 await launched.outcome
             self.committed(batch.step)

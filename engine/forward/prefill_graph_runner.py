@@ -300,7 +300,7 @@ class _AttentionInside:
     attended: torch.Tensor
 
     def forward(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        if self.decode is not None:  # first: it leaves zeros in its padded slots, which are extend rows' tokens
+        if self.decode is not None:  # first: its padded slots are extend rows' tokens
             self.decode.decode(q, layer, self.attended)
         return self.extend.extend(q, layer, self.attended)
 

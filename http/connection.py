@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from starlette.types import Scope
@@ -40,6 +41,14 @@ class DirectConnection(Protocol):
     @property
     def has_timed_out(self) -> bool:
         """Whether the kernel gave it up: what was written was not taken in time, or nobody answers its probes."""
+        ...
+
+    def watch(self, on_hang_up: Callable[[], None]) -> None:
+        """Call `on_hang_up` when the connection is lost; at once if it has been."""
+        ...
+
+    def unwatch(self, on_hang_up: Callable[[], None]) -> None:
+        """Take it back. Does nothing if it has been called."""
         ...
 
     def abort(self) -> None:
@@ -80,8 +89,19 @@ class ServedConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self.is_writable = False
         self.has_timed_out = False
+        self._watchers: list[Callable[[], None]] | None = []  # None: the connection is lost
 
     # DirectConnection
+
+    def watch(self, on_hang_up: Callable[[], None]) -> None:
+        if self._watchers is None:
+            on_hang_up()
+        else:
+            self._watchers.append(on_hang_up)
+
+    def unwatch(self, on_hang_up: Callable[[], None]) -> None:
+        if self._watchers and on_hang_up in self._watchers:
+            self._watchers.remove(on_hang_up)
 
     def abort(self) -> None:
         self.is_writable = False
@@ -108,6 +128,11 @@ class ServedConnection(HttpToolsProtocol):
         self.has_timed_out = isinstance(exc, TimeoutError)
         self._head_came()
         super().connection_lost(exc)
+        watchers, self._watchers = self._watchers or [], None
+        for on_hang_up in watchers:
+            on_hang_up()
+        if self.scope is not None:  # else it and this would wait for the cycle collector, with all that hangs on them
+            cast("dict[str, Any]", self.scope).pop("extensions", None)
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:

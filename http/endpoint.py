@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -32,7 +32,7 @@ def request_id_of(scope: Scope) -> str:
     if isinstance(known, str):
         return known
     sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-    request_id: str = sent if _GOOD_ID.fullmatch(sent) else uuid.uuid4().hex
+    request_id: str = sent if _GOOD_ID.fullmatch(sent) else secrets.token_hex(16)
     scope[_ID_KEY] = request_id
     return request_id
 
@@ -99,7 +99,7 @@ async def answer(front: Front, call: Call, shape: Shape, jobs: Sequence[Job], *,
 
 async def answer_whole(front: Front, call: Call, shape: WholeShape, jobs: Sequence[Job]) -> Response:
     """The same for an API that does not stream."""
-    return await whole_answer(front, shape, jobs, call.request.receive, _begun(call, jobs))
+    return await whole_answer(front, shape, jobs, call.request, _begun(call, jobs))
 
 
 def _begun(call: Call, jobs: Sequence[Job]) -> Course:

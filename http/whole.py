@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from time import perf_counter
 
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs
 from .course import Course
@@ -77,7 +77,7 @@ class Countdown:
 
 
 async def whole_answer(
-    front: Front, shape: WholeShape, jobs: Sequence[Job], receive: Receive, course: Course
+    front: Front, shape: WholeShape, jobs: Sequence[Job], request: Request, course: Course
 ) -> Response:
     """Submit `jobs` and wait for all of them. A client that hangs up takes them with it.
 
@@ -94,7 +94,7 @@ async def whole_answer(
         over.is_over.set()
 
     try:
-        async with watching(receive, hung_up):
+        async with watching(request.scope, request.receive, hung_up):
             await over.is_over.wait()
     finally:
         ends = [collector.ended for collector in collectors]

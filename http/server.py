@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from ..engine.engine import Engine, EngineState
 from ..engine.errors import ConfigError
+from .collector import calm_collector
 from .connection import ServedConnection
 from .text_process import TextProcess
 
@@ -221,9 +222,10 @@ async def serve(
                     await _first_of(signals.first.wait(), _start(engine, text_process))
                     if not engine.state.is_ready:
                         return 0
-                if on_ready is not None:
-                    on_ready(server.url)
-                await _first_of(signals.first.wait(), _death_of(engine))
+                with calm_collector():
+                    if on_ready is not None:
+                        on_ready(server.url)
+                    await _first_of(signals.first.wait(), _death_of(engine))
                 if not engine.state.is_alive:
                     return EXIT_ENGINE_DEAD
                 limit_s = drain_timeout_s if signals.last_number == signal.SIGTERM else 0.0

@@ -354,7 +354,7 @@ class SseResponse(Response):
         """The client is gone (or has all it came for, which makes this harmless)."""
         if not self._is_given_up:
             connection = self._connection
-            if connection is not None and connection.has_timed_out and not self._is_over:
+            if connection is not None and connection.has_timed_out:
                 self.front.metrics.num_write_timeouts += 1
             self._course.hung_up = not self._is_over
             self._is_given_up = self._is_parked = True

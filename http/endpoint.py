@@ -6,13 +6,13 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from .connection import arrival
 from .course import Course
 from .failures import reported
 from .frames import Shape, WholeShape
@@ -58,17 +58,13 @@ class Call:
 class Endpoint:
     """Runs one handler for each request."""
 
-    def __init__(self, front: Front, handler: Handler, *, takes_turns: bool = False) -> None:
-        """`takes_turns`: of a burst of requests few are handled in one turn of the loop."""
+    def __init__(self, front: Front, handler: Handler) -> None:
         self._front = front
         self._handler = handler
-        self._takes_turns = takes_turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(request=Request(scope, receive), request_id=request_id_of(scope), accepted_at=perf_counter())
+        call = Call(request=Request(scope, receive), request_id=request_id_of(scope), accepted_at=arrival(scope))
         try:
-            if self._takes_turns:
-                await self._front.turnstile.enter()
             response = await self._handler(self._front, call)
         except Exception as error:
             failure = reported(error, call.request_id)

@@ -22,6 +22,7 @@ from ..engine.errors import ConfigError
 from .collector import calm_collector
 from .connection import ServedConnection
 from .text_process import TextProcess
+from .turnstile import Turnstile
 
 EXIT_ENGINE_DEAD = 70  # EX_SOFTWARE: a supervisor should start the process anew
 LAST_WORDS_S = 5.0  # for the endings of drained streams to be written
@@ -56,7 +57,12 @@ class HttpServer:
             raise ConfigError("TLS needs a certificate and its key", field=missing)
         self._host, self._port, self._uds = host, port, uds
         self._scheme = "http" if ssl_certfile is None else "https"
-        protocol = functools.partial(ServedConnection, head_timeout_s=head_timeout_s, write_timeout_s=write_timeout_s)
+        protocol = functools.partial(
+            ServedConnection,
+            head_timeout_s=head_timeout_s,
+            write_timeout_s=write_timeout_s,
+            turnstile=Turnstile(),
+        )
         self._config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", protocol),

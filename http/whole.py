@@ -99,7 +99,7 @@ async def whole_answer(
     finally:
         ends = [collector.ended for collector in collectors]
         submission.close()
-        over.submission = None  # with its requests, whose sinks know `over`: a cycle that the collector would have to find
+        over.submission = None  # its requests' sinks know `over`: a cycle that the collector would have to find
     usage = total_usage(jobs, [collector.ended.usage for collector in collectors if collector.ended is not None])
     course.hung_up = is_gone and any(end is None for end in ends)
     course.end(ends, usage, None if course.hung_up else over.error)

@@ -60,12 +60,16 @@ class TriggeredBackend:
 
     def __init__(self, backend: GrammarBackend, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
         self._backend = backend
-        self._vocabulary = _Vocabulary(token_bytes, end_ids)
+        self._token_bytes = token_bytes
+        self._end_ids = end_ids
+        self._vocabulary: _Vocabulary | None = None  # read with the first such text: few servers see one
 
     def compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises: RequestError."""
         if spec.kind != "triggered":
             return self._backend.compile_blocking(spec)
+        if self._vocabulary is None:
+            self._vocabulary = _Vocabulary(self._token_bytes, self._end_ids)
         triggers = read_triggers(spec.source)
         parts = [
             (marker.encode(), self._backend.compile_blocking(_as_json(schema)))

@@ -101,7 +101,7 @@ def _routes(front: Front, operations: Sequence[Operation]) -> list[Route]:
         *(
             Route(
                 operation.path.replace("{model}", "{model:path}"),  # model names may have slashes
-                Endpoint(front, operation.handler, takes_turns=operation.streams),
+                Endpoint(front, operation.handler),
                 methods=[operation.method],
             )
             # Routes are tried in order: those that many requests want come first.

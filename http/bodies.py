@@ -326,13 +326,8 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _tools_are_tools(self) -> ChatBody:
         tools = self.callable_tools
-        if tools is None or self.grammar() is None:
-            return self
-        if tools.must_call:
-            raise RequestError("a call that is required leaves no room for a format", param="tool_choice")
-        if tools.mode == "auto" and tools.strict:
-            place = next(iter(tools.strict.values()))
-            raise RequestError("a format leaves no room for strict calls", param=place, code="unsupported_parameter")
+        if tools is not None and self.grammar() is not None:
+            tools.check_beside_format()
         return self
 
     @model_validator(mode="after")

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from starlette.types import Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from .turnstile import Turnstile
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
 EXTENSION = "slipstream.connection"
+ARRIVED_AT = "slipstream.arrived_at"
 MAX_HEAD_BYTES = 64 << 10
 WRITE_BUFFER_BYTES = 16 << 10  # what waits in this process for a slow reader before its stream coalesces
 SOCKET_BUFFER_BYTES = 256 << 10  # what waits in the kernel; left to itself that grows to megabytes
@@ -42,6 +51,14 @@ class DirectConnection(Protocol):
         """Whether the kernel gave it up: what was written was not taken in time, or nobody answers its probes."""
         ...
 
+    def watch(self, on_hang_up: Callable[[], None]) -> None:
+        """Call `on_hang_up` when the connection is lost; at once if it has been."""
+        ...
+
+    def unwatch(self, on_hang_up: Callable[[], None]) -> None:
+        """Take it back. Does nothing if it has been called."""
+        ...
+
     def abort(self) -> None:
         """Cut the connection without writing what is buffered."""
         ...
@@ -57,9 +74,15 @@ def direct_connection(scope: Scope) -> DirectConnection | None:
     return cast("DirectConnection | None", scope.get("extensions", {}).get(EXTENSION))
 
 
+def arrival(scope: Scope) -> float:
+    """When a request's head was there, on `perf_counter`: before it waited for its turn. Now, under another server."""
+    arrived_at: float = scope.get(ARRIVED_AT) or perf_counter()
+    return arrived_at
+
+
 class ServedConnection(HttpToolsProtocol):
     """Adds to uvicorn's protocol what it leaves out: time and size limits for a request's head, TCP keepalive, small
-    write buffers, and itself as a DirectConnection in the request's scope."""
+    write buffers, turns for a burst of requests, and itself as a DirectConnection in the request's scope."""
 
     __slots__ = ("is_writable",)  # looked at for every frame; a transport that is closing is found by `connection_lost`
 
@@ -72,16 +95,29 @@ class ServedConnection(HttpToolsProtocol):
         *,
         head_timeout_s: float,
         write_timeout_s: float,
+        turnstile: Turnstile,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._head_timeout_s = head_timeout_s
         self._write_timeout_s = write_timeout_s
+        self._turnstile = turnstile
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self.is_writable = False
         self.has_timed_out = False
+        self._watchers: list[Callable[[], None]] | None = []  # None: the connection is lost
 
     # DirectConnection
+
+    def watch(self, on_hang_up: Callable[[], None]) -> None:
+        if self._watchers is None:
+            on_hang_up()
+        else:
+            self._watchers.append(on_hang_up)
+
+    def unwatch(self, on_hang_up: Callable[[], None]) -> None:
+        if self._watchers and on_hang_up in self._watchers:
+            self._watchers.remove(on_hang_up)
 
     def abort(self) -> None:
         self.is_writable = False
@@ -108,6 +144,11 @@ class ServedConnection(HttpToolsProtocol):
         self.has_timed_out = isinstance(exc, TimeoutError)
         self._head_came()
         super().connection_lost(exc)
+        watchers, self._watchers = self._watchers or [], None
+        for on_hang_up in watchers:
+            on_hang_up()
+        if self.scope is not None:  # else it and this would wait for the cycle collector, with all that hangs on them
+            cast("dict[str, Any]", self.scope).pop("extensions", None)
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:
@@ -136,6 +177,15 @@ class ServedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_came()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        scope = cast("dict[str, Any]", cycle.scope)
+        scope[ARRIVED_AT] = perf_counter()
+        start = functools.partial(super()._start_asgi_task, cycle, app)
+        if scope["method"] == "POST":
+            self._turnstile.enter(start)
+        else:
+            start()  # probes do not wait behind a burst
 
     def _await_head(self) -> None:
         self._num_head_bytes = 0

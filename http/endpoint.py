@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from .connection import arrival
 from .course import Course
 from .failures import reported
 from .frames import Shape, WholeShape
@@ -32,7 +32,7 @@ def request_id_of(scope: Scope) -> str:
     if isinstance(known, str):
         return known
     sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-    request_id: str = sent if _GOOD_ID.fullmatch(sent) else uuid.uuid4().hex
+    request_id: str = sent if _GOOD_ID.fullmatch(sent) else secrets.token_hex(16)
     scope[_ID_KEY] = request_id
     return request_id
 
@@ -58,17 +58,13 @@ class Call:
 class Endpoint:
     """Runs one handler for each request."""
 
-    def __init__(self, front: Front, handler: Handler, *, takes_turns: bool = False) -> None:
-        """`takes_turns`: of a burst of requests few are handled in one turn of the loop."""
+    def __init__(self, front: Front, handler: Handler) -> None:
         self._front = front
         self._handler = handler
-        self._takes_turns = takes_turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(request=Request(scope, receive), request_id=request_id_of(scope), accepted_at=perf_counter())
+        call = Call(request=Request(scope, receive), request_id=request_id_of(scope), accepted_at=arrival(scope))
         try:
-            if self._takes_turns:
-                await self._front.turnstile.enter()
             response = await self._handler(self._front, call)
         except Exception as error:
             failure = reported(error, call.request_id)
@@ -99,7 +95,7 @@ async def answer(front: Front, call: Call, shape: Shape, jobs: Sequence[Job], *,
 
 async def answer_whole(front: Front, call: Call, shape: WholeShape, jobs: Sequence[Job]) -> Response:
     """The same for an API that does not stream."""
-    return await whole_answer(front, shape, jobs, call.request.receive, _begun(call, jobs))
+    return await whole_answer(front, shape, jobs, call.request, _begun(call, jobs))
 
 
 def _begun(call: Call, jobs: Sequence[Job]) -> Course:

@@ -16,7 +16,6 @@ from .progress import Progress
 from .request_log import RequestLog
 from .settings import FrontSettings
 from .step_times import StepTimes
-from .turnstile import Turnstile
 
 if TYPE_CHECKING:
     from .text_process import TextProcess
@@ -57,7 +56,6 @@ class Front:
     log: RequestLog
     text_process: TextProcess | None = None
     spans: RequestSpans | None = None
-    turnstile: Turnstile = field(default_factory=Turnstile)
     step_times: StepTimes
     recorder: Recorder | None = None
     live: dict[str, list[Abortable]] = field(default_factory=dict)  # request id → what runs under it

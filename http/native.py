@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -49,13 +48,15 @@ class NativeSampling(Strict, SteeringFields):
     skip_special_tokens: bool = True
     hidden_states: HiddenMode = "none"
 
-    def params(self) -> SamplingParams:
-        """Raises: RequestError naming the field."""
-        exclude = {"max_new_tokens", *SteeringFields.model_fields}
-        values = self.model_dump(exclude=exclude, exclude_unset=True) | self.steering()
+    def params(self, more: Mapping[str, Any]) -> SamplingParams:
+        """`more`: what other fields of the body ask for. Raises: RequestError naming the field."""
+        values = {name: getattr(self, name) for name in self.model_fields_set & _OWN_FIELDS}
         if self.max_new_tokens is not None:
             values["max_tokens"] = self.max_new_tokens
-        return SamplingParams(**values)
+        return SamplingParams(**values, **self.steering(), **more)
+
+
+_OWN_FIELDS = NativeSampling.model_fields.keys() - SteeringFields.model_fields.keys() - {"max_new_tokens"}
 
 
 class GenerateBody(Strict, NativeLogprobs):
@@ -105,7 +106,7 @@ async def generate(front: Front, call: Call) -> Response:
     body, encoded = await take_in(front, call, GENERATE)
     call.request_id = body.rid or call.request_id
     call.names = {"prompt": "text" if body.text is not None else "input_ids"}
-    params = replace(body.sampling_params.params(), **body.asked())
+    params = body.sampling_params.params(body.asked())
     prompts = await encoded()
     jobs = await jobs_of(front, prompts, [params], call.urgency(body.priority, body.deadline_s))
     shape = NativeShape(call.request_id, prompts, is_list=body.is_batch)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from ..engine.errors import MisuseError, RequestError
+from ..engine.grammar_session import GrammarSpec
 from ..engine.outputs import Finished, HiddenStates, TokenLogprobs, Usage
 from ..engine.sampling_params import SamplingParams
 from .bodies import HINTS, Strict, without_idle_fields
@@ -25,6 +26,7 @@ from .message_reading import reading_of
 from .prompts import encode_chat
 from .response_input import messages_of
 from .response_output import OutputItems
+from .steering import spec_of_format
 from .submission import Urgency, jobs_of
 from .tools import Tools, tools_of
 
@@ -39,10 +41,14 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "reasoning": ({},),
     "store": (False,),  # nothing is kept; left out it means no here
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({}, {"format": {"type": "text"}}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+
+
+class TextOptions(Strict):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesBody(Strict):
@@ -56,6 +62,19 @@ class ResponsesBody(Strict):
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    text: TextOptions = Field(default_factory=lambda: TextOptions())
+
+    @property
+    def format(self) -> GrammarSpec | None:
+        """What the answer's text must be. Raises: RequestError naming the field."""
+        asked = self.text.format
+        if asked is None:
+            return None
+        try:
+            return spec_of_format({"type": asked.get("type"), "json_schema": asked})
+        except RequestError as error:
+            place = (error.param or "").removeprefix("response_format").replace(".json_schema", "")
+            raise RequestError(str(error), param=f"text.format{place}", code=error.code) from error
 
     @property
     def callable_tools(self) -> Tools | None:
@@ -67,12 +86,16 @@ class ResponsesBody(Strict):
         try:
             return tools_of(tools, choice, is_parallel=self.parallel_tool_calls)
         except RequestError as error:
-            param = None if error.param is None else error.param.replace(".function", "")
-            raise RequestError(str(error), param=param, code=error.code) from error
+            raise _flat(error) from error
 
     @model_validator(mode="after")
-    def _tools_are_tools(self) -> ResponsesBody:
-        self.callable_tools  # noqa: B018 - it raises
+    def _tools_and_format_go_together(self) -> ResponsesBody:
+        tools = self.callable_tools
+        if tools is not None and self.format is not None:
+            try:
+                tools.check_beside_format()
+            except RequestError as error:
+                raise _flat(error) from error
         return self
 
     @model_validator(mode="before")
@@ -91,16 +114,28 @@ def _nested(tool: object, where: str) -> dict[str, Any]:
     }
 
 
+def _flat(error: RequestError) -> RequestError:
+    """The error with the tools' place as it is here."""
+    param = None if error.param is None else error.param.replace(".function", "")
+    return RequestError(str(error), param=param, code=error.code)
+
+
 async def responses(front: Front, call: Call) -> Response:
     """The next message of a chat, in the newer API; nothing is stored."""
     front.check_open()
     body, prompts = await take_in(front, call, RESPONSES)
     call.names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-    call.names["structured_output"] = "tools"
+    call.names["structured_output"] = "tools" if body.format is None else "text.format"
     model = front.model(body.model)
-    params = SamplingParams(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p)
+    params = SamplingParams(
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        structured_output=body.format,
+    )
     (prompt_ids,) = await prompts()
-    reading = reading_of(front, body.callable_tools, prompt_ids, has_format=False, separates=True)
+    has_format = body.format is not None
+    reading = reading_of(front, body.callable_tools, prompt_ids, has_format=has_format, separates=True)
     params = reading.held(params)
     shape = ResponsesShape(body, response_id=f"resp_{call.request_id}", model=model, parser=reading.parser())
     return await answer(front, call, shape, await jobs_of(front, [prompt_ids], [params], Urgency()), stream=body.stream)
@@ -145,7 +180,7 @@ class ResponsesShape:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.text.format or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools,
             "truncation": "disabled",

@@ -19,8 +19,10 @@ from starlette.types import ASGIApp
 
 from ..engine.engine import Engine, EngineState
 from ..engine.errors import ConfigError
+from .collector import calm_collector
 from .connection import ServedConnection
 from .text_process import TextProcess
+from .turnstile import Turnstile
 
 EXIT_ENGINE_DEAD = 70  # EX_SOFTWARE: a supervisor should start the process anew
 LAST_WORDS_S = 5.0  # for the endings of drained streams to be written
@@ -55,7 +57,12 @@ class HttpServer:
             raise ConfigError("TLS needs a certificate and its key", field=missing)
         self._host, self._port, self._uds = host, port, uds
         self._scheme = "http" if ssl_certfile is None else "https"
-        protocol = functools.partial(ServedConnection, head_timeout_s=head_timeout_s, write_timeout_s=write_timeout_s)
+        protocol = functools.partial(
+            ServedConnection,
+            head_timeout_s=head_timeout_s,
+            write_timeout_s=write_timeout_s,
+            turnstile=Turnstile(),
+        )
         self._config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", protocol),
@@ -221,9 +228,10 @@ async def serve(
                     await _first_of(signals.first.wait(), _start(engine, text_process))
                     if not engine.state.is_ready:
                         return 0
-                if on_ready is not None:
-                    on_ready(server.url)
-                await _first_of(signals.first.wait(), _death_of(engine))
+                with calm_collector():
+                    if on_ready is not None:
+                        on_ready(server.url)
+                    await _first_of(signals.first.wait(), _death_of(engine))
                 if not engine.state.is_alive:
                     return EXIT_ENGINE_DEAD
                 limit_s = drain_timeout_s if signals.last_number == signal.SIGTERM else 0.0

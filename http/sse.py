@@ -279,7 +279,7 @@ class SseResponse(Response):
             self.transport = self._connection.transport
         headers = [*HEADERS, (b"x-request-id", self._course.request_id.encode("latin-1"))]
         try:
-            async with watching(receive, self._hung_up):
+            async with watching(scope, receive, self._hung_up):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._arm_ping(self.front.settings.ping_interval_s)
                 await self._write_until_over(send)
@@ -291,6 +291,9 @@ class SseResponse(Response):
             self._submission.close()
             self._course.end(ends, self.usage(), self._error)
             count_end(self.front, self._course)
+            # The engine's record knows the choices and they know this: without a cut all would wait for the cycle collector.
+            self._choices = []
+            del self._submission
 
     async def _write_until_over(self, send: Send) -> None:
         while not self._is_given_up:
@@ -313,9 +316,13 @@ class SseResponse(Response):
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         """Write; a client that does not take it in time, or lets too much pile up meanwhile, is given up."""
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if self._connection is not None and self._connection.is_writable:
+            await send(message)  # which does not wait
+            return
         try:
             async with asyncio.timeout(self.front.settings.write_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
+                await send(message)
         except TimeoutError:
             self._cut_off()
         if sum(len(choice.pending) for choice in self._choices) > self.front.settings.max_pending_chars:
@@ -347,7 +354,7 @@ class SseResponse(Response):
         """The client is gone (or has all it came for, which makes this harmless)."""
         if not self._is_given_up:
             connection = self._connection
-            if connection is not None and connection.has_timed_out and not self._is_over:
+            if connection is not None and connection.has_timed_out:
                 self.front.metrics.num_write_timeouts += 1
             self._course.hung_up = not self._is_over
             self._is_given_up = self._is_parked = True

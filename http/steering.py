@@ -62,7 +62,7 @@ class SteeringFields(BaseModel):
 
     def _grammars(self) -> Iterator[tuple[str, GrammarSpec]]:
         if self.response_format is not None:
-            spec = _of_response_format(self.response_format)
+            spec = spec_of_format(self.response_format)
             if spec is not None:
                 yield "response_format", spec
         for name, value in (self.structured_outputs or {}).items():
@@ -80,7 +80,8 @@ class SteeringFields(BaseModel):
                 yield name, _spec(_KINDS[key], value, name)
 
 
-def _of_response_format(value: dict[str, Any]) -> GrammarSpec | None:
+def spec_of_format(value: dict[str, Any]) -> GrammarSpec | None:
+    """What `response_format` asks for; None for plain text. Raises: RequestError naming the place in it."""
     kind = value.get("type")
     if kind == "text":
         return None

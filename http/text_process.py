@@ -132,8 +132,11 @@ class TextProcess:
     async def _send(self, packed: bytes) -> None:
         assert self._child is not None
         assert self._child.stdin is not None
-        self._child.stdin.write(len(packed).to_bytes(LENGTH_BYTES, "little"))
-        self._child.stdin.write(packed)
+        try:
+            self._child.stdin.write(len(packed).to_bytes(LENGTH_BYTES, "little"))
+            self._child.stdin.write(packed)
+        except RuntimeError as error:  # uvloop's word for a pipe that it has closed already
+            raise BrokenPipeError("the child has closed its input") from error
         await self._child.stdin.drain()
 
     async def _receive(self) -> Any:

@@ -81,6 +81,14 @@ class Tools:
     def must_call(self) -> bool:
         return self.mode in ("required", "named")
 
+    def check_beside_format(self) -> None:
+        """Raises: RequestError where a format of the whole answer would leave no room for what these tools ask."""
+        if self.must_call:
+            raise RequestError("a call that is required leaves no room for a format", param="tool_choice")
+        if self.mode == "auto" and self.strict:
+            place = next(iter(self.strict.values()))
+            raise RequestError("a format leaves no room for strict calls", param=place, code="unsupported_parameter")
+
     def _announced(self, form: CallForm, template: str) -> dict[str, Any]:
         """By marker, the schema of what follows: calls with what a function's schema allows if it is strict."""
         held = {name: schema if name in self.strict else _ANY for name, schema in self.functions.items()}

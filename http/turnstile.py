@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 A_TURN = 6  # requests: reading, checking and submitting one takes 0.1 to 0.3 ms
 
 
 class Turnstile:
-    """`await enter()` returns at once as long as few come; of many, A_TURN in each turn of the loop, in order."""
+    """Makes calls at once as long as few come; of many, A_TURN in each turn of the loop, in order."""
 
     __slots__ = ("_is_turning", "_num_entered", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._num_entered = 0  # in this turn
         self._is_turning = False
 
-    async def enter(self) -> None:
-        """Wait for a place. Cancelling the wait gives the place to the next."""
+    def enter(self, call: Callable[[], None]) -> None:
+        """Make `call`, now or in a later turn. It must not raise."""
         if self._num_entered < A_TURN and not self._waiting:
             self._num_entered += 1
-            self._keep_turning()
-            return
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+            call()
+        else:
+            self._waiting.append(call)
         self._keep_turning()
-        await place
 
     def _keep_turning(self) -> None:
         if not self._is_turning:
@@ -38,9 +37,7 @@ class Turnstile:
         self._is_turning = False
         self._num_entered = 0
         while self._waiting and self._num_entered < A_TURN:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(None)
-                self._num_entered += 1
+            self._num_entered += 1
+            self._waiting.popleft()()
         if self._num_entered:
             self._keep_turning()

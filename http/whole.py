@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from time import perf_counter
 
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs
 from .course import Course
@@ -77,7 +77,7 @@ class Countdown:
 
 
 async def whole_answer(
-    front: Front, shape: WholeShape, jobs: Sequence[Job], receive: Receive, course: Course
+    front: Front, shape: WholeShape, jobs: Sequence[Job], request: Request, course: Course
 ) -> Response:
     """Submit `jobs` and wait for all of them. A client that hangs up takes them with it.
 
@@ -94,11 +94,12 @@ async def whole_answer(
         over.is_over.set()
 
     try:
-        async with watching(receive, hung_up):
+        async with watching(request.scope, request.receive, hung_up):
             await over.is_over.wait()
     finally:
         ends = [collector.ended for collector in collectors]
         submission.close()
+        over.submission = None  # its requests' sinks know `over`: a cycle that the collector would have to find
     usage = total_usage(jobs, [collector.ended.usage for collector in collectors if collector.ended is not None])
     course.hung_up = is_gone and any(end is None for end in ends)
     course.end(ends, usage, None if course.hung_up else over.error)

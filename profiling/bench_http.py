@@ -33,6 +33,7 @@ from ..engine.scheduler.schedule_batch import ScheduleBatch
 from ..engine.text.tokenization import TextTokenizer
 from ..engine.worker import Launched, SampleInputs, StepOutcome, WorkerLimits
 from ..http.app import create_app
+from ..http.collector import calm_collector
 from ..http.fan_out import FanOut
 from ..http.server import HttpServer
 from ..streams.host_lane import HostLane
@@ -171,7 +172,7 @@ async def over_http(engine: Engine, load: Load) -> dict[str, float]:
     async with HttpServer(app, port=0) as server:
         watch = asyncio.create_task(watch_loop(engine, load), name="watch")
         bodies = [load.body(number) for number in range(load.num_streams)]
-        with timed_fan_out() as slices_us:
+        with timed_fan_out() as slices_us, calm_collector():
             numbers = await run_client(server.port, load.path, bodies, load.output_tokens)
         watch.cancel()
         return {**numbers, "render_to_send_us_p50": quantile(slices_us, 0.5), **await watch}

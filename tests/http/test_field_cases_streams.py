@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
+import openai
 import pytest
 
 from slipstream.engine.scripted_worker import Script
@@ -294,3 +295,28 @@ async def test_no_delta_is_empty_while_a_stop_is_watched_for(serving: Any, scrip
             assert last == {}
             assert all(delta["content"] for delta in content)
             assert "".join(delta["content"] for delta in content) == text
+
+
+async def test_a_client_that_checks_every_field_reads_whole_streams(serving: Any, scripted: Any) -> None:
+    """The official client with its strict validation on: a key that is missing or empty would raise."""
+    async with (
+        serving(Script(token_of=scripted.saying("over the stones"))) as served,
+        openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        ) as client,
+    ):
+        served.engine.chat_template = ChatTemplate("{{ messages[0].content }}")
+        asked: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "stream": True}
+        options: dict[str, Any] = {"include_usage": True}
+        for more in ({}, {"logprobs": True, "top_logprobs": 2}, {"stream_options": options}, {"n": 2}, {"stop": "the"}):
+            stream = await client.chat.completions.create(messages=CHAT["messages"], **asked, **more)
+            reasons = [chunk.choices[0].finish_reason async for chunk in stream if chunk.choices]
+            assert [each for each in reasons if each is not None] == ["stop"] * more.get("n", 1)
+            assert reasons[-1] == "stop"
+        whole: dict[str, Any] = {"model": "tiny", "max_tokens": 40}
+        for more in ({}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}):
+            reply = await client.chat.completions.create(messages=CHAT["messages"], **whole, **more)
+            assert reply.choices[0].message.content == "over the stones"
+        for more in ({}, {"logprobs": 2}, {"echo": True}):  # its type of a completion's chunk has no null, OpenAI's has
+            text = await client.completions.create(prompt="PROMPT", **whole, **more)
+            assert text.choices[0].text.endswith("over the stones")

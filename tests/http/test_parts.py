@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from starlette.applications import Starlette
 from slipstream.engine.errors import EngineDead, MisuseError, Overloaded, RequestError, StepFailed
 from slipstream.engine.outputs import Usage
 from slipstream.http.bodies import ChatBody
+from slipstream.http.connection import ARRIVED_AT, arrival
 from slipstream.http.failures import Aborted, Refused, failure_of
 from slipstream.http.fan_out import SLICE_STREAMS, FanOut
 from slipstream.http.frames import TEXT, template
@@ -249,21 +252,39 @@ async def test_a_request_says_one_line_in_the_log_without_its_prompt(
 
 async def test_a_burst_enters_a_few_a_turn_and_in_order() -> None:
     turnstile, entered = Turnstile(), []
-
-    async def one(number: int) -> None:
-        await turnstile.enter()
-        entered.append(number)
-
-    tasks = [asyncio.create_task(one(number), name=str(number)) for number in range(4 * A_TURN)]
+    for number in range(4 * A_TURN):
+        turnstile.enter(functools.partial(entered.append, number))
+    assert entered == list(range(A_TURN)), "the first do not wait"
     turns = 0
-    while len(entered) < len(tasks):
+    while len(entered) < 4 * A_TURN:
         before = len(entered)
         await asyncio.sleep(0)
         turns += 1
         assert len(entered) - before <= A_TURN
-        if turns == 3:
-            tasks[-1].cancel()
-            tasks.pop()
-    assert entered == list(range(4 * A_TURN - 1))
-    await asyncio.gather(*tasks)
-    await asyncio.wait_for(turnstile.enter(), 1)
+    assert entered == list(range(4 * A_TURN))
+    assert turns >= 3
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    turnstile.enter(functools.partial(entered.append, -1))
+    assert entered[-1] == -1, "after the burst nobody waits"
+
+
+async def test_a_probe_does_not_wait_behind_a_burst(serving: Any) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+    async with serving(num_pages=2048) as served:
+        clients = [await served.connect() for _ in range(8 * A_TURN)]
+        probe = await served.connect()
+        for client in clients:
+            await client.send("POST", "/generate", body)
+        await probe.send("GET", "/health")
+        assert (await probe.answer()).status == 200
+        num_submitted = served.engine.stats.num_prompt_tokens // 3 + served.engine.stats.num_waiting
+        assert num_submitted < len(clients)
+        for client in clients:
+            assert (await client.answer()).status == 200
+
+
+def test_a_request_arrives_when_its_head_is_there_not_when_its_turn_comes() -> None:
+    assert arrival({ARRIVED_AT: 12.5}) == 12.5
+    before = perf_counter()
+    assert before <= arrival({}) <= perf_counter(), "another server tells no time"

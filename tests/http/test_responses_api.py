@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from slipstream.engine.scripted_worker import Script
 
@@ -37,6 +38,24 @@ async def test_a_response_comes_whole_and_streamed_with_the_same_text(serving: A
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
     assert whole.object == "response"
+
+
+class Verdict(BaseModel):
+    good: bool
+    grade: Literal["a", "b"]
+
+
+async def test_a_format_of_the_text_is_enforced_and_the_client_parses_it(serving: Any) -> None:
+    async with (
+        serving() as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for _ in range(3):
+            parsed = await client.responses.parse(model="tiny", input="x", text_format=Verdict, max_output_tokens=300)
+            assert isinstance(parsed.output_parsed, Verdict)
+            assert parsed.text is not None
+            assert parsed.text.format is not None
+            assert parsed.text.format.type == "json_schema"
 
 
 async def test_an_answer_cut_off_by_the_limit_is_incomplete(serving: Any, scripted: Any) -> None:
@@ -91,7 +110,27 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"input": "x", "tool_choice": "required"}),
     ("tool_choice", {"input": "x", "tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "mcp"}}),
     ("tools", {"input": "x", "tools": [{"type": "function", "name": "f"}]}),  # this template knows no tools
-    ("text", {"input": "x", "text": {"format": {"type": "json_schema"}}}),
+    ("text.format", {"input": "x", "text": {"format": {"type": "json_schema", "schema": 5}}}),
+    ("text.format", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}),
+    ("text.format.type", {"input": "x", "text": {"format": {"type": "grammar"}}}),
+    ("text.verbosity", {"input": "x", "text": {"verbosity": "low"}}),
+    (
+        "tool_choice",
+        {
+            "input": "x",
+            "text": {"format": {"type": "json_object"}},
+            "tools": [{"type": "function", "name": "f"}],
+            "tool_choice": "required",
+        },
+    ),
+    (
+        "tools[0].strict",
+        {
+            "input": "x",
+            "text": {"format": {"type": "json_object"}},
+            "tools": [{"type": "function", "name": "f", "strict": True}],
+        },
+    ),
     ("wat", {"input": "x", "wat": 1}),
 ]
 

@@ -196,6 +196,18 @@ async def test_a_child_that_dies_while_it_starts_is_replaced_for_the_next_job(
     await process.aclose()
 
 
+async def test_a_child_that_took_its_pipe_with_it_is_replaced_for_the_next_job(text_process: TextProcess) -> None:
+    child = text_process._child
+    assert child is not None
+    assert child.stdin is not None
+    child.stdin.transport.close()
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await text_process.take_in("tokenize", b'{"prompt": "the"}')
+    _, prompts = await text_process.take_in("tokenize", b'{"prompt": "the"}')
+    assert prompts
+
+
 async def test_a_job_that_is_cancelled_leaves_no_answer_behind(text_process: TextProcess) -> None:
     job = asyncio.create_task(text_process.take_in("completions", json.dumps({"prompt": WORDS}).encode()), name="job")
     await asyncio.sleep(0.005)

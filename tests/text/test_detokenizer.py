@@ -193,3 +193,25 @@ def test_single_ids_give_what_lists_of_one_give(byte_level, byte_fallback, metas
         for token_id in (*ids, *ids):  # the second time every piece is known
             assert by_id.push_one(token_id) == by_list.push([token_id])
         assert by_id.flush() == by_list.flush()
+
+
+@pytest.mark.parametrize(
+    ("name", "space", "lost"), [("byte_level", "Ġ", "\ufffd"), ("byte_fallback", "▁", "\ufffd" * 2)]
+)
+def test_a_space_behind_an_incomplete_character_settles_it_and_what_comes_late_is_lost_alone(
+    name, space, lost, request
+):
+    """The character can no longer be completed: it is given up once, as the library does, and no text is held or doubled."""
+    tokenizer = request.getfixturevalue(name)
+    spell = ("ä", "½", "ł") if name == "byte_level" else ("<0xE4>", "<0xBD>", "<0xA0>")
+    first, second, third = (tokenizer.token_id(piece) for piece in spell)
+    word = next(
+        tokenizer.token_id(f"{space}{text}") for text in ("the", "stones") if tokenizer.token_id(f"{space}{text}")
+    )
+    shown = tokenizer.token_bytes(word).decode()
+    assert shown.startswith(" ")
+    ids = [first, second, word, third, word]
+    detokenizer = Detokenizer(tokenizer, prompt_ids=[word])
+    assert [detokenizer.push([each]) for each in ids] == ["", "", lost + shown, "\ufffd", shown]
+    assert detokenizer.flush() == ""
+    assert tokenizer.decode([word, *ids]) == full(tokenizer, [word, *ids], skip=True)

@@ -3,29 +3,59 @@
     python -m slipstream.profiling.bench_h200 0.6b=FOLDER 8b=FOLDER [--json FILE] [--only step ttft …]
 
 Decode step = (time of 144 outputs - time of 16 outputs) / 128 for a burst of N requests with 128-token prompts. TTFT = one
-request, 1 output, median of 7. Set = 256 requests, 100-1024 random
-prompt ids and outputs, temperature 0.6. Idle = 1 - union of
-kernel and copy intervals / wall, over steady decode steps. Everything greedy but the set; ignore_eos throughout.
+request, 1 output, median of 7. Set = 256 requests, 100-1024 random prompt ids and outputs, temperature 0.6. Idle = 1 - union
+of kernel and copy intervals / wall, over steady decode steps. Arrivals (not in the table, only when asked for) = TTFT of
+prompts of 3,500 tokens that come at random: with `--set overlap=false` beside it, what overlap costs a first token.
+Everything greedy but the set; ignore_eos throughout.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from ..engine.engine import Engine
 from ..engine.sampling_params import SamplingParams
-from .results import write_json
+from .results import environment
 
 STEP_ROWS = (1, 8, 32, 64, 128, 256)
 TTFT_TOKENS = (128, 1024, 4096)
 PARTS = ("step", "ttft", "ctx8192", "set", "idle")
+MORE_PARTS = (*PARTS, "arrivals")
+
+
+def _cells(key: str, parts: Sequence[int], must: str, goal: str) -> dict[str, tuple[str, str]]:
+    return {f"{key} {part}": pair for part, *pair in zip(parts, must.split(), goal.split(), strict=True)}  # type: ignore[misc]
+
+
+# What must hold to be ahead of the better peer in every cell, and what the parts and the floors allow.
+TARGETS = {
+    "0.6b": {
+        **_cells("step_ms", STEP_ROWS, "1.3 1.3 1.5 1.8 2.2 3.1", "0.8 0.85 1.1 1.35 1.8 2.8"),
+        **_cells("ttft_ms", TTFT_TOKENS, "4.5 10 14", "3 6 12"),
+        "ctx8192_ms": ("8.9", "8.2"),
+        "set_tok_s": ("26,500", "30,000"),
+        "idle_pct": ("8", "3"),
+        "ready_s": ("20", "12"),
+    },
+    "8b": {
+        **_cells("step_ms", STEP_ROWS, "4.7 4.8 5.1 5.5 6.5 9.3", "4.3 4.5 4.9 5.3 6.2 9.0"),
+        **_cells("ttft_ms", TTFT_TOKENS, "8 25 96", "7 24 92"),
+        "ctx8192_ms": ("13.4", "12.6"),
+        "set_tok_s": ("11,000", "11,500"),
+        "idle_pct": ("2", "1"),
+        "ready_s": ("25", "15"),
+    },
+}
 
 
 class Bench:
@@ -82,6 +112,26 @@ class Bench:
         await asyncio.gather(*jobs)
         return sum(sizes) / (time.perf_counter() - start)
 
+    async def arrival_ttft_ms(self, *, count: int = 60, load: float = 0.5) -> dict[str, float]:
+        """Of prompts of 3,500 tokens and 64 outputs, that come as a Poisson process which keeps prefill busy by `load`."""
+        alone_s = await self.ttft_ms(3500) / 1e3
+        gaps = random.Random(1)
+        tasks = []
+        for _ in range(count):
+            tasks.append(asyncio.create_task(self._first_token_s(self.prompt(3500))))
+            await asyncio.sleep(gaps.expovariate(load / alone_s))
+        times = sorted([1e3 * await task for task in tasks])
+        return {"mean": statistics.mean(times), "p50": times[count // 2], "p90": times[9 * count // 10]}
+
+    async def _first_token_s(self, prompt: list[int]) -> float:
+        start = time.perf_counter()
+        first = 0.0
+        params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+        async with self.engine.generate(prompt, params) as stream:
+            async for _ in stream:
+                first = first or time.perf_counter() - start
+        return first
+
     async def idle_pct(self, num_rows: int, *, steps: int = 200) -> dict[str, float]:
         """Share of a steady stretch in which the device does nothing, and the step time with and without the trace."""
         import torch
@@ -116,12 +166,12 @@ def _on_device(event: object) -> bool:
     return str(getattr(event, "device_type", "")).endswith("CUDA")
 
 
-async def measure(name: str, folder: str, parts: Sequence[str], settings: dict[str, object]) -> dict[str, object]:
+async def measure(name: str, folder: str, parts: Sequence[str], settings: dict[str, object]) -> dict[str, Any]:
     """All asked-for numbers of one shape."""
     start = time.perf_counter()
     engine = Engine(model=folder, load_format="dummy", skip_tokenizer=True, max_model_len=16_384, **settings)
     async with engine:
-        results: dict[str, object] = {"ready_s": time.perf_counter() - start}
+        results: dict[str, Any] = {"ready_s": time.perf_counter() - start}
         print(f"{name}: ready after {results['ready_s']:.1f} s", flush=True)
         print(engine.limits.memory_table, flush=True)
         bench = Bench(engine)
@@ -145,8 +195,25 @@ async def measure(name: str, folder: str, parts: Sequence[str], settings: dict[s
             idle = await bench.idle_pct(8)
             results.update(idle_pct=idle["idle_pct"], idle=idle)
             print(f"{name}: idle {idle}", flush=True)
+        if "arrivals" in parts:
+            results["arrival_ttft_ms"] = await bench.arrival_ttft_ms()
+            print(f"{name}: TTFT of random arrivals {results['arrival_ttft_ms']}", flush=True)
         print(f"{name}: {engine.stats}", flush=True)
     return results
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line a number: what was measured, and where this project's floor ("must") and aim ("goal") are for its two shapes."""
+    lines = [f"{'':24}{'measured':>10}{'must':>8}{'goal':>8}"]
+    for shape, measured in results.items():
+        targets = TARGETS.get(shape, {})
+        for key, value in measured.items():
+            if key in ("idle", "arrival_ttft_ms"):
+                continue
+            for part, number in value.items() if isinstance(value, dict) else (("", value),):
+                must, goal = targets.get(f"{key} {part}".strip(), ("", ""))
+                lines.append(f"{f'{shape} {key} {part}':24}{number:10,.2f}{must!s:>8}{goal!s:>8}")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -154,19 +221,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench_h200", description=__doc__.splitlines()[0])
     parser.add_argument("shapes", nargs="+", help="NAME=FOLDER, such as 0.6b=models/qwen06b")
     parser.add_argument("--json", help="write the results to this file")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", choices=MORE_PARTS, default=PARTS)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
     options = parser.parse_args(arguments)
     settings: dict[str, object] = {}
     for setting in options.set:
         key, value = setting.split("=", 1)
         settings[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for shape in options.shapes:
         name, folder = shape.split("=", 1)
         results[name] = uvloop.run(measure(name, folder, options.only, settings))
+    print(table(results))
     if options.json:
-        write_json(options.json, "h200", results)
+        content = {"benchmark": "h200", "environment": environment(), **results}
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

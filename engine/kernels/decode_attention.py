@@ -208,11 +208,6 @@ def _decode_kernel(
     while left > 0:
         num_blocks = (seq_len + BT - 1) // BT
         last = tl.minimum(num_blocks, block + left)
-        # Asked for now, so that the next sequence does not begin with a wait.
-        next_row = tl.where(head == HK - 1, row + 1, row)
-        goes_on = left > last - block
-        next_seq_len = tl.load(seq_lens_ptr + next_row, mask=goes_on, other=0)
-        next_request = tl.load(rows_ptr + next_row, mask=goes_on, other=0).to(tl.int64)
         table = table_ptr + request * table_stride
         source = q_ptr + row.to(tl.int64) * q_stride
         query = source + (head * G + g)[:, None] * D
@@ -241,10 +236,10 @@ def _decode_kernel(
         flat += last - block
         block = block * 0
         slot = program * 2 + 1
-        row = next_row
+        row = tl.where(head == HK - 1, row + 1, row)
         head = tl.where(head == HK - 1, 0, head + 1)
-        seq_len = next_seq_len
-        request = next_request
+        seq_len = tl.load(seq_lens_ptr + row, mask=left > 0, other=0)
+        request = tl.load(rows_ptr + row, mask=left > 0, other=0).to(tl.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from slipstream.engine.forward.kv_loc_plan import KVLocPlan
 from slipstream.engine.forward.kv_pool import KVPool, KVShape
 from slipstream.engine.forward_mode import ForwardMode
 
-# torch warns that this mode does not see everything; it is asked for here.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 MAX_LEN = 8320

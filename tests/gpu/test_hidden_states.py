@@ -10,12 +10,7 @@ import torch
 
 from slipstream import Completion, Engine, SamplingParams
 
-# torch warns that its synchronisation mode does not see everything; it is asked for here.
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 WIDTH, VOCAB = 256, 500
 PROMPTS = [[(7 * place + start) % 490 + 5 for place in range(length)] for start, length in ((0, 300), (3, 1), (9, 33))]

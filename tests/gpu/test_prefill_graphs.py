@@ -22,8 +22,7 @@ from slipstream.engine.models.registry import build_model
 from slipstream.engine.scheduler.schedule_batch import ScheduleBatch
 from slipstream.streams.graph import GraphPool
 
-# torch warns that this mode does not see everything; it is asked for here.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 PAGE_SIZE, PAGES_PER_ROW, NUM_ROWS, MAX_TOKENS = 16, 24, 40, 320

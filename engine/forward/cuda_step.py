@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..sampling.token_counts import TokenCounts
     from ..scheduler.schedule_batch import ScheduleBatch
     from .model_runner import ModelRunner
+    from .prefill_graph_runner import PrefillGraphRunner
     from .step_parts import Stage
 
 
@@ -31,6 +32,7 @@ class CudaParts:
     runner: ModelRunner
     sampler: CudaSampler
     decode_graphs: DecodeGraphRunner | None
+    prefill_graphs: PrefillGraphRunner | None
     samplings: RowSamplings
     counts: TokenCounts
     device: torch.device
@@ -47,6 +49,12 @@ class CudaParts:
         """
         at = bisect_left(self.logits_counts, num_samples)
         return self.logits_counts[at] if num_samples and at < len(self.logits_counts) else num_samples
+
+    def release(self) -> None:
+        """No step comes any more: let the graphs go."""
+        for graphs in (self.decode_graphs, self.prefill_graphs):
+            if graphs is not None:
+                graphs.release()
 
 
 class CudaStep:

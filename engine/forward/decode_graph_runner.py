@@ -128,6 +128,10 @@ class DecodeGraphRunner:
         # Warm-up and capture ran real prologues over row 0.
         self._row_state.lengths.zero_()
 
+    def release(self) -> None:
+        """Let the graphs go. They refer to this runner, so without this only the cycle collector would free any of it."""
+        self._buckets.clear()
+
     def can_run(self, batch: ScheduleBatch) -> bool:
         """Whether a graph serves this step; counted."""
         fits = (

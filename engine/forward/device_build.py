@@ -47,6 +47,7 @@ class DeviceBuild:
     limits: WorkerLimits
     canary: PageCanary
     num_forwards: Counter[str]  # by the runner that computed them
+    release: Callable[[], None] = lambda: None  # before the last reference goes: what refers to itself lets go
 
     @classmethod
     def make_blocking(cls, config: EngineConfig, folder: Path) -> DeviceBuild:
@@ -147,4 +148,5 @@ def _on_cuda(
         limits=_limits(config, parts.runner, memory_table=parts.memory_table, counts_tokens=True),
         canary=PageCanary(parts.runner.kv_pool, compute),
         num_forwards=parts.runner.num_forwards,
+        release=parts.release,
     )

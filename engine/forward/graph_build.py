@@ -74,6 +74,7 @@ def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.de
         runner=runner,
         sampler=sampler,
         decode_graphs=decode_graphs,
+        prefill_graphs=prefill_graphs,
         samplings=RowSamplings(),
         counts=counts,
         device=device,

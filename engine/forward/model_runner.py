@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+import torch
+
 from ..attention.backend import AttentionBackend, AttentionSpec
 from ..attention.registry import make_backends
 from ..hidden_mode import HiddenMode, is_above
@@ -70,6 +72,8 @@ class ModelRunner:
         """Load and allocate everything, in the order that lets the pool have what the weights leave. Raises
         ConfigError.
         """
+        if placement.device.type == "cuda":
+            torch.cuda.empty_cache()  # what an engine before this one has left counts as free
         model = load_model_blocking(config, model_config, folder, placement)
         shape = KVShape(
             num_layers=model_config.num_layers,

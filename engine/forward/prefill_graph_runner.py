@@ -105,7 +105,6 @@ class PrefillGraphRunner:
         self._page_table = page_table
         self._debug = debug
         self._breaks = GraphBreaks(model.embedding.device)
-        self._attend = self._breaks.eager_on_graph(self._attend_live)
         self._tokens = tokens
         self._buffers = _Buffers.make(model, tokens.capacity)
         self._max_decode = page_table.shape[0] - 1
@@ -151,6 +150,10 @@ class PrefillGraphRunner:
                         )
                         raise
         self.capture_s = time.perf_counter() - started
+
+    def release(self) -> None:
+        """Let the graphs go. They refer to this runner, so without this only the cycle collector would free any of it."""
+        self._graphs.clear()
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether a graph serves this step; counted."""
@@ -228,7 +231,7 @@ class PrefillGraphRunner:
         attended = self._buffers.attended[:size]
         attention: _AttentionInGap | _AttentionInside
         if kind == "breakable":
-            attention = _AttentionInGap(attend=self._attend, attended=attended)
+            attention = _AttentionInGap(attend=self._breaks.eager_on_graph(self._attend_live), attended=attended)
         else:
             bucket = self._bucket(kind, size)
             backend = self._attention.extend_inside(size)

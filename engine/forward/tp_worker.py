@@ -10,6 +10,7 @@ On the CPU one worker thread is both lanes. Tensor parallelism will add ranks he
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -58,6 +59,8 @@ class TpWorker:
         self.marks = marks if marks is not None else MarkSwitch()
         self._config = config
         self._folder = folder
+        self._has_started = False
+        self._num_forwards: Counter[str] = Counter()
         self._built: DeviceBuild | None = None
         self._copied: Fence | None = None  # where the copy lane has read the results of the sample before
 
@@ -65,8 +68,9 @@ class TpWorker:
         """Load, allocate, capture, and run real prefill and decode steps. Raises ConfigError; StepFailed if the first
         forward fails.
         """
-        if self._built is not None:
+        if self._has_started:
             raise MisuseError("a worker starts once")
+        self._has_started = True
         built = await asyncio.to_thread(DeviceBuild.make_blocking, self._config, self._folder)
         self._built = built
         for batch in warm_up_batches(built.limits):
@@ -77,12 +81,13 @@ class TpWorker:
                 await launched.outcome
             self.committed(batch.step)
         built.num_forwards.clear()
+        self._num_forwards = built.num_forwards
         return built.limits
 
     @property
     def num_forwards(self) -> Mapping[str, int]:
         """Forwards since the start, by the runner that computed them: what went through a graph, what did not."""
-        return {} if self._built is None else self._built.num_forwards
+        return self._num_forwards
 
     def launch(self, batch: ScheduleBatch) -> Launched:
         """Stage the step and submit its forward. Raises MisuseError if more steps are open than there are staging
@@ -125,6 +130,9 @@ class TpWorker:
         except Exception:
             # Too late, or a fault that a step left in its lane: its own ticket has told that, and closing must not fail.
             return
+        # The device's memory comes back now, whoever still holds this worker, not when the cycle collector comes by.
+        self._built.release()
+        self._built = self._copied = None
 
     def _resolve(self, step: DeviceStep, inputs: SampleInputs, outcome: Ticket[StepOutcome]) -> None:
         """Submit sample, relay write and result copy, and let the copy lane complete `outcome`."""
@@ -144,5 +152,5 @@ class TpWorker:
 
     def _ready(self) -> DeviceBuild:
         if self._built is None:
-            raise MisuseError("the worker has not started")
+            raise MisuseError("the worker has not started, or is closed")
         return self._built

@@ -1,5 +1,7 @@
 """Prefill by graphs against the eager runner, by the CPU's twins of graphs."""
 
+import gc
+import weakref
 from array import array
 
 import pytest
@@ -212,3 +214,16 @@ def test_a_capture_that_fails_raises_its_cause_and_names_the_bucket_and_the_way_
     (note,) = caught.value.__notes__
     assert "prefill graph (breakable) of 16 tokens" in note
     assert "prefill_graph=off" in note
+
+
+def test_a_released_runner_leaves_nothing_to_the_cycle_collector():
+    bench = Bench("graph")
+    gone = weakref.ref(bench.runner), weakref.ref(bench.pool)
+    gc.collect()
+    gc.disable()
+    try:
+        bench.runner.release()
+        del bench
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from array import array
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.errors import ConfigError, MisuseError, StepFailed
+from slipstream.engine.forward.kv_pool import KVPool
 from slipstream.engine.forward.tp_worker import TpWorker
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler.schedule_batch import RowSampling, RowStart, ScheduleBatch
@@ -308,3 +310,35 @@ def find_model(worker):
         if hasattr(parts, "runner"):
             return parts.runner.model
     raise AssertionError("no model found")
+
+
+async def test_a_closed_engine_gives_its_memory_back_without_the_cycle_collector(folder):
+    def pools():
+        return sum(type(thing) is KVPool for thing in gc.get_objects())
+
+    gc.collect()
+    before = pools()
+    gc.disable()
+    try:
+        engine = Engine(config(model=str(folder), skip_tokenizer=True))
+        async with engine:
+            await engine.complete([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+            assert pools() == before + 1
+        assert pools() == before, "the engine is still here, its device memory is not"
+    finally:
+        gc.enable()
+
+
+async def test_a_closed_worker_says_so_and_keeps_its_counts(folder):
+    worker = TpWorker(config(), folder)
+    await worker.start()
+    launched = worker.launch(prompt(0, [1]))
+    launched.resolve(SampleInputs())
+    await launched.outcome
+    await worker.aclose()
+    assert worker.num_forwards == {"EagerRunner": 1}
+    with pytest.raises(MisuseError, match="closed"):
+        worker.launch(prompt(1, [1]))
+    with pytest.raises(MisuseError, match="once"):
+        await worker.start()
+    await worker.aclose()

@@ -1,5 +1,8 @@
 """Decode steps by the CPU's twins of graphs, their kernels interpreted: logits and hidden states against an eager step."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -115,3 +118,16 @@ def test_graphs_without_hidden_states_refuse_a_step_that_brings_some_and_count_i
     assert bench.graphs.can_run(decode((1, 2), (3, 4)))
     assert not bench.graphs.can_run(decode((1, 2), (3, 4), (ShownRow(1, 0),)))
     assert (bench.graphs.num_hits, bench.graphs.num_misses) == (1, 1)
+
+
+def test_released_graphs_leave_nothing_to_the_cycle_collector(monkeypatch):
+    bench = Bench(monkeypatch, "none")
+    gone = weakref.ref(bench.graphs), weakref.ref(bench.pool)
+    gc.collect()
+    gc.disable()
+    try:
+        bench.graphs.release()
+        del bench
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()

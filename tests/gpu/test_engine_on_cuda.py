@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -219,6 +220,35 @@ def test_steady_decode_never_synchronises(dummy_folder: Path) -> None:
         assert engine.death is None
 
     asyncio.run(run_steadily(dummy_settings(dummy_folder), inside))
+
+
+def test_nothing_is_compiled_once_the_engine_is_ready(dummy_folder: Path) -> None:
+    knobs = pytest.importorskip("triton.knobs", reason="this triton has no compile hook")
+    compiled: list[str] = []
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_k": 40, "top_p": 0.9},
+        {"min_p": 0.1, "logprobs": 3},
+        {"temperature": 0.0, "logit_bias": {7: 3.0}, "min_tokens": 3},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    )
+
+    async def run() -> None:
+        async with Engine(**dummy_settings(dummy_folder)) as engine:
+            with patch.object(knobs.runtime, "jit_post_compile_hook", lambda **more: compiled.append(more["repr"])):
+                for lengths in ((1,), (3, 17), (64, 65, 700), (1500,), tuple(range(1, 33)), (5,) * 20, (1900, 2, 300)):
+                    jobs = [
+                        engine.complete(
+                            [(at + place) % 5003 for place in range(length)],
+                            SamplingParams(max_tokens=4 + at % 9, ignore_eos=True, **kinds[at % len(kinds)]),
+                        )
+                        for at, length in enumerate(lengths)
+                    ]
+                    await asyncio.gather(*jobs)
+
+    asyncio.run(run())
+    assert compiled == []
 
 
 def test_a_trace_of_50_steps_shows_no_wait_no_synchronous_copy_and_no_allocation(dummy_folder: Path) -> None:

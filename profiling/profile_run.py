@@ -107,7 +107,15 @@ def engine_maker(
     if scripted:
         return lambda overlap: scripted_engine(load, step_ms=step_ms, launch_ms=launch_ms, overlap=overlap)
     config = EngineConfig.from_settings(settings)
+    if _lacks_tokenizer(config.model):  # the load is made of ids
+        config = replace(config, skip_tokenizer=True)
     return lambda overlap: Engine(replace(config, overlap=overlap))
+
+
+def _lacks_tokenizer(model: str) -> bool:
+    """Whether the model is a folder without one, such as a shape made for dummy weights."""
+    folder = Path(model).expanduser()
+    return (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file()
 
 
 async def record_each(

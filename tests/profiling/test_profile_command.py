@@ -55,6 +55,27 @@ def test_both_depths_are_reported_beside_each_other_and_written_three_ways(
     assert groups == {"host", "device", "requests"}
 
 
+TINY_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 2, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def test_a_shape_with_dummy_weights_is_profiled_without_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = tmp_path / "shape"
+    shape.mkdir()
+    (shape / "config.json").write_text(json.dumps(TINY_SHAPE))
+    settings = ("--load-format", "dummy", "--cpu-threads", "1", "--max-total-tokens", "2048")
+    load = ("--rows", "2", "--steps", "8", "--prompt-tokens", "16", "--out", str(tmp_path / "p"))
+    assert run("profile", "--model", str(shape), *settings, *load) == 0
+    assert "slipstream, shape, depth 1" in capsys.readouterr().out
+    (numbers,) = json.loads((tmp_path / "p.json").read_text())["results"].values()
+    assert (numbers["steps_are"], numbers["num_tokens"]) == ("steps", 2 * numbers["num_steps"])
+
+
 def test_a_written_trace_gives_the_same_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SCRIPTED, "--out", str(tmp_path / "p")) == 0
     first = capsys.readouterr().out

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum
 from typing import Final
 
 _SPACE: Final = " \t\r\n"
+_WITHIN_STRING: Final = re.compile(r'[^"\\]*')
 
 
 class Progress(Enum):
@@ -43,18 +45,22 @@ class JsonCall:
 
     def push(self, text: str) -> tuple[str, str]:
         """Take text up to the object's end. Returns new text of the arguments, and what is left."""
-        for at, char in enumerate(text):
-            if self.progress is not Progress.OPEN:
-                return self._taken(), text[at:]
-            self.raw += char
-            self._take(char)
-        return self._taken(), ""
+        at = 0
+        while at < len(text) and self.progress is Progress.OPEN:
+            run = _WITHIN_STRING.match(text, at) if self._in_string and not self._escaped else None
+            end = max(at + 1, 0 if run is None else run.end())
+            if not self._streams and not self._bare:  # a call by now, whose text is nobody's any more
+                self.raw += text[at:end]
+            self._take(text[at:end])
+            at = end
+        return self._taken(), text[at:]
 
     def _taken(self) -> str:
         taken, self._new = "".join(self._new), []
         return taken
 
     def _take(self, char: str) -> None:
+        """One character, or within a string several that do not end it."""
         if self._streams or (self._bare and (self._depth or char == "{")):
             self._new.append(char)
         if self._in_string:
@@ -119,7 +125,7 @@ class JsonCall:
             value = self.raw[self._start : end].rstrip(_SPACE)
             if self._key == "name" and self.name is None:
                 name = _loaded(value)
-                if name is None or (self._names is not None and name not in self._names):
+                if not name or (self._names is not None and name not in self._names):
                     self.progress = Progress.NO_CALL
                     return
                 self.name = name

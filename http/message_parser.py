@@ -19,7 +19,7 @@ class CallForm(Enum):
 
     HERMES = "hermes"  # <tool_call>{"name": …, "arguments": …}</tool_call>; Qwen too
     LLAMA = "llama"  # {"name": …, "parameters": …} as the whole message, or behind <|python_tag|>
-    MISTRAL = "mistral"  # [TOOL_CALLS][{…}, …], or [TOOL_CALLS]name{…}
+    MISTRAL = "mistral"  # [TOOL_CALLS][{…}, …], or [TOOL_CALLS]name{…}; some leave the brackets of one call out
     ARRAY = "array"  # the whole text is a JSON array of calls: what `tool_choice: required` is constrained to
     ARGUMENTS = "arguments"  # the whole text is the arguments of one call, whose name is known
 
@@ -194,6 +194,9 @@ class MessageParser:
             return False
         name = self._buffer[:brace].replace("[ARGS]", "").strip()
         self._buffer = self._buffer[brace:]
+        if not name:
+            self._open(MARKERS[CallForm.MISTRAL])
+            return True
         self._open("", arguments_only=True)
         self._tell(name)
         return True
@@ -241,7 +244,7 @@ class MessageParser:
         elif self._form is CallForm.ARGUMENTS:
             self._step = self._after
         else:
-            self._step = self._plain if call.is_bare else self._in_array
+            self._step = self._plain if call.is_bare or self._prefix else self._in_array
         return True
 
     def _to_end_of_hermes(self) -> bool:

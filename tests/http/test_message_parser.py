@@ -84,7 +84,7 @@ def test_every_cut_gives_the_same_message_streamed_and_whole(form: CallForm) -> 
     st.sampled_from(FORMS),
     st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "add", ',
                               '"arguments": ', '"parameters": ', "{", "}", "[", "]", '"', "\\", ", ", ";", " ", "\n", "a",
-                              "<think>", "</think>", "add", "null", "[ARGS]", "<", ":", "1"]), max_size=25),
+                              "<think>", "</think>", "add", "null", '{"name": "", ', "[ARGS]", "<", ":", "1"]), max_size=25),
     st.lists(st.integers(0, 60), max_size=6),
     st.booleans(),
 )  # fmt: skip
@@ -135,6 +135,8 @@ def test_arguments_before_the_name_missing_null_or_as_text_are_read() -> None:
         (CallForm.HERMES, '<tool_call>{"nom": 1}</tool_call> after'),
         (CallForm.HERMES, '<tool_call>\n{"na'),
         (CallForm.HERMES, "a <tool"),
+        (CallForm.HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        (CallForm.MISTRAL, '[TOOL_CALLS]{"nom": "add"} after'),
         (CallForm.LLAMA, '{"name": "Bob", "age": 3}'),
         (CallForm.LLAMA, '{"answer": 42}'),
         (CallForm.LLAMA, "<|pyth"),
@@ -151,6 +153,15 @@ def test_mistral_s_newer_form_names_the_function_before_its_arguments() -> None:
         assert parsed(CallForm.MISTRAL, list(text))["calls"] == [["add", '{"a": 1}']]
     two = '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]weather{}'
     assert parsed(CallForm.MISTRAL, list(two))["calls"] == [["add", '{"a": 1}'], ["weather", "{}"]]
+
+
+def test_one_mistral_call_may_stand_without_brackets() -> None:
+    text = 'So: [TOOL_CALLS] {"name": "add", "arguments": {"a": 1}}'
+    for more, calls in (("", []), (" then [TOOL_CALLS]weather{}", [["weather", "{}"]])):
+        message = parsed(CallForm.MISTRAL, list(text + more))
+        assert message == parsed(CallForm.MISTRAL, [text + more])
+        assert message["calls"] == [["add", '{"a": 1}'], *calls]
+        assert message["content"] == ("So: then" if more else "So:")
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])

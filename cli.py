@@ -288,6 +288,7 @@ def profile(
     from .profiling import profile_run as run
 
     load = run.Load(rows=rows, prompt_tokens=prompt_tokens, steps=steps)
+    run.make_folder(out)
     if url is not None:
         trace = out.with_name(f"{out.name}.server.trace.json.gz")
         timelines = [run.record_server_blocking(url, admin_key, steps=steps, wait_s=wait_s, into=trace)]

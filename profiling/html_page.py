@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from .intervals import Ints, least_per_key, union
-from .overlap_report import OverlapReport
+from .overlap_report import BURST_GAP_NS, OverlapReport
 from .report_text import report_json
 from .steps import assign_steps, launched_steps
 from .timeline import NO_STEP, Columns, Lane, LaneKind, Timeline
@@ -22,18 +22,30 @@ MAX_REQUESTS: Final = 16
 _SHOWN: Final = (LaneKind.LOOP, LaneKind.STALLS, LaneKind.RUNTIME, LaneKind.HOST, LaneKind.DEVICE, LaneKind.REQUESTS)
 
 
-def html_page(timelines: Sequence[Timeline], reports: Sequence[OverlapReport]) -> str:
-    """The page. Several timelines are drawn under each other on one scale, each from a step of its own on."""
-    panels = [_panel(timeline, report) for timeline, report in zip(timelines, reports, strict=True)]
+def html_page(
+    timelines: Sequence[Timeline],
+    reports: Sequence[OverlapReport],
+    *,
+    step_range: str | None = None,
+    burst_gap_ns: int = BURST_GAP_NS,
+) -> str:
+    """The page. Several timelines are drawn under each other on one scale, each from a step of its own on.
+
+    `step_range`, `burst_gap_ns`: what the reports were made with.
+    """
+    panels = [
+        _panel(timeline, report, step_range, burst_gap_ns) for timeline, report in zip(timelines, reports, strict=True)
+    ]
     content = json.dumps(panels, separators=(",", ":")).replace("<", "\\u003c")  # a name must not end the script
     return TEMPLATE.read_text(encoding="utf-8").replace("__PANELS__", content)
 
 
-def _panel(timeline: Timeline, report: OverlapReport) -> dict[str, Any]:
+def _panel(timeline: Timeline, report: OverlapReport, step_range: str | None, burst_gap_ns: int) -> dict[str, Any]:
     device_lanes = timeline.of_kind(LaneKind.DEVICE)
     device, lane_of = timeline.columns_and_lanes(device_lanes)
     runtime = timeline.columns(timeline.of_kind(LaneKind.RUNTIME))
-    steps = assign_steps(timeline, device, runtime, step_range=None, burst_gap_ns=20_000).steps
+    assigned = assign_steps(timeline, device, runtime, step_range=step_range, burst_gap_ns=burst_gap_ns)
+    steps = assigned.steps
     numbers, begins = least_per_key(steps[steps != NO_STEP], device.starts[steps != NO_STEP])
     start, end = _window(begins, device, report)
     names: dict[str, int] = {}
@@ -46,7 +58,10 @@ def _panel(timeline: Timeline, report: OverlapReport) -> dict[str, Any]:
     lanes += [_lane(timeline, lane, start, end, names) for lane in requests[:MAX_REQUESTS]]
     busy = union(device.starts, device.ends)
     idle = busy.gaps(start, end)
-    launches = dict(zip(*(column.tolist() for column in launched_steps(timeline)), strict=True))
+    launches, facts = {}, {}
+    if assigned.are_numbered:
+        launches = dict(zip(*(column.tolist() for column in launched_steps(timeline)), strict=True))
+        facts = timeline.facts
     inside = (begins >= start) & (begins < end)
     return {
         "title": report.source,
@@ -61,7 +76,7 @@ def _panel(timeline: Timeline, report: OverlapReport) -> dict[str, Any]:
             [number, begin - start, launches.get(number, begin) - start]
             for number, begin in zip(numbers[inside].tolist(), begins[inside].tolist(), strict=True)
         ],
-        "facts": {number: timeline.facts[number] for number in numbers[inside].tolist() if number in timeline.facts},
+        "facts": {number: facts[number] for number in numbers[inside].tolist() if number in facts},
         "report": report_json(report),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
@@ -36,7 +37,7 @@ class EventStream:
         try:
             with _opened(self.path) as file:
                 yield from self._pieces(file)
-        except (OSError, EOFError) as error:  # gzip raises EOFError for a file that was cut off
+        except (OSError, EOFError, zlib.error) as error:  # a gzip file that was cut off, or damaged
             raise TraceError(f"{self.path}: {error}") from error
 
     def _pieces(self, file: IO[bytes]) -> Iterator[list[dict[str, Any]]]:

@@ -15,11 +15,12 @@ import numpy as np
 
 from .intervals import Intervals, Ints, innermost, least_per_key, look_up, union
 from .stalls import Stall, find_stalls
-from .steps import assign_steps, by_graph, launched_steps
+from .steps import Assigned, assign_steps, by_graph, launched_steps
 from .timeline import NO_CORRELATION, NO_STEP, Columns, LaneKind, Timeline, TraceError
 
 OUTSIDE: Final = "outside"  # no range on the host's thread: other tasks of the loop, or code without marks
 MAX_GAPS: Final = 20
+BURST_GAP_NS: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def overlap_report(
     *,
     stall_ns: int | None = None,
     step_range: str | None = None,
-    burst_gap_ns: int = 20_000,
+    burst_gap_ns: int = BURST_GAP_NS,
 ) -> OverlapReport:
     """Charge the device's idle time to what the host did in it.
 
@@ -167,7 +168,7 @@ def overlap_report(
     host_name, host = _host(timeline, runtime)
     charged = _Charges(timeline, host, start, end)
     limit = stall_ns if stall_ns is not None else min(5_000_000, step.median if step else 5_000_000)
-    distances = _launch_to_start(timeline, device, runtime, assigned.steps, start, end)
+    distances = _launch_to_start(timeline, device, runtime, assigned, start, end)
     of_graphs = by_graph(timeline, device, runtime) & (device.starts >= start) & (device.starts < end)
     return OverlapReport(
         source=timeline.source,
@@ -189,7 +190,7 @@ def overlap_report(
         stall_limit_ns=limit,
         num_graph_launches=len(np.unique(device.correlations[of_graphs])),
         num_graph_steps=len(np.unique(assigned.steps[of_graphs & known])),
-        num_tokens=_tokens(timeline, numbers, device, assigned.steps, start, end),
+        num_tokens=_tokens(timeline, numbers, device, assigned, start, end),
     )
 
 
@@ -290,7 +291,9 @@ def _host(timeline: Timeline, runtime: Columns) -> tuple[str, Columns]:
     return busiest.thread or busiest.name, timeline.columns(same)
 
 
-def _launch_to_start(timeline: Timeline, device: Columns, runtime: Columns, steps: Ints, start: int, end: int) -> Ints:
+def _launch_to_start(
+    timeline: Timeline, device: Columns, runtime: Columns, assigned: Assigned, start: int, end: int
+) -> Ints:
     """From a launch call to the start of the first thing it launched; where calls are not recorded, from a step's launch
     mark to the step's start."""
     linked = device.correlations != NO_CORRELATION
@@ -298,6 +301,9 @@ def _launch_to_start(timeline: Timeline, device: Columns, runtime: Columns, step
         keys, begins = least_per_key(device.correlations[linked], device.starts[linked])
         calls, called = least_per_key(runtime.correlations, runtime.starts)
     else:
+        steps = assigned.steps
+        if not assigned.are_numbered:
+            return np.zeros(0, np.int64)
         keys, begins = least_per_key(steps[steps != NO_STEP], device.starts[steps != NO_STEP])
         calls, called = launched_steps(timeline)
     at = look_up(calls, called, keys, missing=-1)
@@ -306,9 +312,10 @@ def _launch_to_start(timeline: Timeline, device: Columns, runtime: Columns, step
     return distances
 
 
-def _tokens(timeline: Timeline, numbers: Ints, device: Columns, steps: Ints, start: int, end: int) -> int:
+def _tokens(timeline: Timeline, numbers: Ints, device: Columns, assigned: Assigned, start: int, end: int) -> int:
     """Tokens drawn by the steps that begin in the window."""
-    if not timeline.facts:
+    steps = assigned.steps
+    if not timeline.facts or not assigned.are_numbered:
         return 0
     _, begins = least_per_key(steps[steps != NO_STEP], device.starts[steps != NO_STEP])
     inside: Sequence[int] = numbers[(begins >= start) & (begins < end)].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import random
 import urllib.error
@@ -136,22 +137,25 @@ def record_server_blocking(url: str, admin_key: str | None, *, steps: int, wait_
     """
     _post(url, "/start_profile", admin_key, {"num_steps": steps}, timeout_s=30)
     content = _post(url, "/stop_profile", admin_key, {"wait_s": wait_s}, timeout_s=wait_s + 60)
-    into.parent.mkdir(parents=True, exist_ok=True)
-    into.write_bytes(content)
+    try:
+        into.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {into}: {error}", field="out") from error
     return read_trace(into)
 
 
 def _post(url: str, path: str, key: str | None, body: dict[str, object], *, timeout_s: float) -> bytes:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url.rstrip("/") + path, json.dumps(body).encode(), headers)
+    url = url.rstrip("/")
     try:
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             content: bytes = answer.read()
             return content
     except urllib.error.HTTPError as error:
         said = error.read()[:500].decode(errors="replace")
         raise ConfigError(f"{url}{path} answered {error.code}: {said}", field="url") from error
-    except OSError as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: it is no URL
         raise ConfigError(f"{url} does not answer: {error}", field="url") from error
 
 
@@ -163,6 +167,10 @@ class ReportOptions:
     burst_gap_us: float = 20.0
     stall_ms: float | None = None
 
+    @property
+    def burst_gap_ns(self) -> int:
+        return int(self.burst_gap_us * 1e3)
+
 
 def reports_of(timelines: Sequence[Timeline], options: ReportOptions) -> list[OverlapReport]:
     """A report each. Raises: TraceError."""
@@ -171,22 +179,35 @@ def reports_of(timelines: Sequence[Timeline], options: ReportOptions) -> list[Ov
             timeline,
             stall_ns=None if options.stall_ms is None else int(options.stall_ms * 1e6),
             step_range=options.step_range,
-            burst_gap_ns=int(options.burst_gap_us * 1e3),
+            burst_gap_ns=options.burst_gap_ns,
         )
         for timeline in timelines
     ]
 
 
 def write_all(timelines: Sequence[Timeline], stem: Path, options: ReportOptions | None = None) -> list[OverlapReport]:
-    """Write a trace each, one page and one JSON file for all; return the reports. Raises: TraceError."""
-    reports = reports_of(timelines, options if options is not None else ReportOptions())
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    for number, timeline in enumerate(timelines):
-        part = f".{number}" if len(timelines) > 1 else ""
-        write_chrome(timeline, stem.with_name(f"{stem.name}{part}.trace.json.gz"))
-    stem.with_name(f"{stem.name}.html").write_text(html_page(timelines, reports), encoding="utf-8")
-    write_reports(reports, stem.with_name(f"{stem.name}.json"))
+    """Write a trace each, one page and one JSON file for all; return the reports. Raises: TraceError, ConfigError."""
+    options = options if options is not None else ReportOptions()
+    reports = reports_of(timelines, options)
+    page = html_page(timelines, reports, step_range=options.step_range, burst_gap_ns=options.burst_gap_ns)
+    make_folder(stem)
+    try:
+        for number, timeline in enumerate(timelines):
+            part = f".{number}" if len(timelines) > 1 else ""
+            write_chrome(timeline, stem.with_name(f"{stem.name}{part}.trace.json.gz"))
+        stem.with_name(f"{stem.name}.html").write_text(page, encoding="utf-8")
+        write_reports(reports, stem.with_name(f"{stem.name}.json"))
+    except OSError as error:
+        raise ConfigError(f"cannot write {stem}: {error}", field="out") from error
     return reports
+
+
+def make_folder(stem: Path) -> None:
+    """Make the folder that `stem` stands in, before anything is measured for it. Raises: ConfigError."""
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {stem}: {error}", field="out") from error
 
 
 def write_reports(reports: Sequence[OverlapReport], path: Path) -> None:

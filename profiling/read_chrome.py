@@ -19,6 +19,7 @@ LEFT_OUT: Final = frozenset(
     {"gpu_user_annotation", "overhead", "cuda_sync", "cuda_event", "cuda_profiler_range", "Trace", "cpu_instant_event"}
 )
 OWN_CATEGORIES: Final = {f"slipstream.{kind.value}": kind for kind in LaneKind}
+_MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 OWN_MEMBER: Final = "slipstream"  # the member of a trace file that holds what Chrome's format has no place for
 
 
@@ -30,9 +31,12 @@ def read_chrome(path: str | Path) -> Timeline:
         for events in stream:
             try:
                 reader.take(events)
-            except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            except _MALFORMED as error:
                 raise TraceError(f"{path}: an event is not as Chrome's format has it: {error!r}") from error
-    return reader.finish(stream, Path(path).name)
+    try:
+        return reader.finish(stream, Path(path).name)
+    except _MALFORMED as error:
+        raise TraceError(f"{path}: what is beside the events is not as its format has it: {error!r}") from error
 
 
 class _Reader:
@@ -71,14 +75,14 @@ class _Reader:
         timeline, own = self.timeline, stream.extras.get(OWN_MEMBER)
         is_kineto = "schemaVersion" in stream.extras or "deviceProperties" in stream.extras
         kind = "slipstream" if own else "torch profiler" if is_kineto else "Chrome trace"
-        timeline.source = own["source"] if own else f"{file_name} ({kind})"
+        timeline.source = str(own["source"]) if own else f"{file_name} ({kind})"
         if is_kineto:
-            timeline.epoch_ns = stream.extras.get("baseTimeNanoseconds", 0)
+            timeline.epoch_ns = int(stream.extras.get("baseTimeNanoseconds", 0))
         for step, facts in (own or {}).get("steps", {}).items():
-            timeline.facts[int(step)] = StepFacts(*facts)
+            timeline.facts[int(step)] = StepFacts(*map(int, facts))
         for lane in timeline.lanes:
             if own:
-                lane.name, lane.thread = own["lanes"][lane.name]
+                lane.name, lane.thread = map(str, own["lanes"][lane.name])
             elif lane.kind is not LaneKind.DEVICE:
                 # A thread's own name, where the file gives one, says more than its number.
                 lane.name = self._thread_names.get(lane.thread, lane.name)
@@ -89,7 +93,7 @@ class _Reader:
         if category in OWN_CATEGORIES:
             return self.timeline.lane(thread, OWN_CATEGORIES[category], thread=thread)
         if category in DEVICE_CATEGORIES:
-            name = f"GPU {device} stream {stream}" if stream is not None else f"GPU {pid} stream {tid}"
+            name = f"GPU {pid if device is None else device} stream {tid if stream is None else stream}"
             return self.timeline.lane(name, LaneKind.DEVICE)
         if category in RUNTIME_CATEGORIES:
             return self.timeline.lane(thread, LaneKind.RUNTIME, thread=thread)

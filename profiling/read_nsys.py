@@ -34,6 +34,8 @@ def read_nsys(path: str | Path) -> Timeline:
             return export.timeline(f"{Path(path).name} (Nsight Systems)")
     except sqlite3.Error as error:
         raise TraceError(f"{path}: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:  # SQLite holds any type in any column
+        raise TraceError(f"{path}: a row is not as Nsight Systems has it: {error!r}") from error
 
 
 class _Export:
@@ -93,7 +95,7 @@ class _Export:
         lane.add(name, start, end, correlation=correlation or NO_CORRELATION)
 
     def _read_calls(self, timeline: Timeline, threads: dict[int, str]) -> None:
-        lanes: dict[int, Lane] = {}
+        lanes: dict[int | None, Lane] = {}
         names: dict[int, str] = {}
         columns = ("start", "end", "globalTid", "correlationId", "nameId")
         for table in ("CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_DRIVER"):
@@ -121,7 +123,8 @@ class _Export:
             _thread_lane(timeline, kind, global_tid, threads).add(name, start, end, step)
 
 
-def _thread_lane(timeline: Timeline, kind: LaneKind, global_tid: int, threads: dict[int, str]) -> Lane:
-    """`global_tid` packs process and thread."""
+def _thread_lane(timeline: Timeline, kind: LaneKind, global_tid: int | None, threads: dict[int, str]) -> Lane:
+    """`global_tid` packs process and thread, where it is known."""
+    global_tid = global_tid or 0
     thread = f"{global_tid >> 24 & _BITS}/{global_tid & _BITS}"
     return timeline.lane(threads.get(global_tid, f"thread {thread}"), kind, thread=thread)

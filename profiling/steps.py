@@ -10,17 +10,25 @@ import numpy.typing as npt
 
 from ..streams.marks import LAUNCH
 from .intervals import Ints, innermost, least_per_key, look_up, union
-from .timeline import NO_CORRELATION, NO_STEP, Columns, LaneKind, Timeline
+from .timeline import NO_CORRELATION, NO_STEP, Columns, LaneKind, Timeline, TraceError
 
 PROFILER_STEPS: Final = r"^ProfilerStep#"  # torch's own name for the iterations of its schedule
 MIN_GRAPH_LAUNCHES: Final = 3
+MARKED: Final = "steps"
 
 
 class Assigned(NamedTuple):
-    """A step for each span of the device, NO_STEP where there is none, and what these steps are."""
+    """A step for each span of the device, NO_STEP where there is none, and what these steps are.
+
+    Only if they are the engine's own do they have the numbers that launch marks and facts have.
+    """
 
     steps: Ints
     kind: str
+
+    @property
+    def are_numbered(self) -> bool:
+        return self.kind == MARKED
 
 
 def assign_steps(
@@ -29,17 +37,24 @@ def assign_steps(
     """By what is known: the span's own step; the loop's mark around the call that launched it; a named range around
     that call, or around the work itself if the call is not recorded; launches of one graph that has most of the device's
     time; else bursts of work between long idle times.
+
+    Raises: TraceError if there is no range that matches `step_range`, or it is no pattern.
     """
     if step_range is None:
         steps = _by_marks(timeline, device, runtime)
         if (steps != NO_STEP).any():
-            return Assigned(steps, "steps")
-    pattern = re.compile(step_range if step_range is not None else PROFILER_STEPS)
+            return Assigned(steps, MARKED)
+    try:
+        pattern = re.compile(step_range if step_range is not None else PROFILER_STEPS)
+    except re.error as error:
+        raise TraceError(f"{step_range!r} is no pattern: {error}") from error
     ranges = _ranges(timeline, pattern)
     if len(ranges.starts):
         called = look_up(*least_per_key(runtime.correlations, runtime.starts), device.correlations, missing=-1)
         moments = np.where((called != -1) & (device.correlations != 0), called, device.starts)
         return Assigned(_range_at(moments, ranges), "ranges")
+    if step_range is not None:
+        raise TraceError(f"{timeline.source}: no range on the host is called {step_range!r}")
     graphs = _graph_launches(timeline, device, runtime)
     if graphs is not None:
         return Assigned(graphs, "graph launches")
@@ -77,7 +92,7 @@ def _ranges(timeline: Timeline, pattern: re.Pattern[str]) -> Columns:
     """Host ranges whose name matches, of the lane that has most of them: a step is not counted once a thread."""
     numbers = [number for number in range(len(timeline.names)) if pattern.search(timeline.names[number])]
     best = timeline.columns([])
-    for lane in timeline.of_kind(LaneKind.HOST):
+    for lane in timeline.of_kind(LaneKind.HOST, LaneKind.LOOP):
         columns = lane.columns()
         found = Columns(*(column[np.isin(columns.names, numbers)] for column in columns))
         if len(found.starts) > len(best.starts):

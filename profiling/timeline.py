@@ -72,6 +72,8 @@ class Names:
     def number(self, text: str) -> int:
         number = self._numbers.get(text)
         if number is None:
+            if not isinstance(text, str):  # a file's word for it
+                raise TypeError(f"a name is text, not {text!r}")
             number = self._numbers[text] = len(self._texts)
             self._texts.append(text)
         return number

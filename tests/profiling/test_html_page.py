@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -65,6 +66,21 @@ def test_consecutive_steps_from_the_middle_are_drawn_with_their_idle_times_and_l
     assert len(lanes["compute"]["spans"]) == 60 * 5
     assert panel["facts"][str(numbers[0])] == [2, 2, 2]
     assert panel["hiddenRequests"] == 4
+
+
+def test_the_page_has_the_steps_that_the_report_was_told_to_find() -> None:
+    timeline = planted(30)
+    pairs = timeline.lane("worker", LaneKind.HOST, thread="1/2")
+    for pair in range(15):
+        pairs.add("pair", 10**12 + 2 * pair * STEP_NS, 10**12 + 2 * (pair + 1) * STEP_NS)
+    report = overlap_report(timeline, step_range="^pair$")
+    assert (report.steps_are, report.num_steps, report.num_tokens, report.launch_to_start) == ("ranges", 14, 0, None)
+    (panel,) = panels_of(html_page([timeline], [report], step_range="^pair$"))
+    begins = [begin for _, begin, _ in panel["steps"]]
+    assert {after - before for before, after in itertools.pairwise(begins)} == {2 * STEP_NS}
+    assert len(begins) > 10
+    assert panel["facts"] == {}
+    assert all(begin == launch for _, begin, launch in panel["steps"])
 
 
 def test_a_dense_trace_is_cut_to_what_can_be_drawn() -> None:

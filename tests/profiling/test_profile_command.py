@@ -100,6 +100,24 @@ def test_a_trace_that_gives_no_report_is_one_line_and_a_failure(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("pattern", "message"), [("(", "is no pattern"), ("^nothing$", "no range")])
+def test_steps_that_are_not_in_the_trace_are_no_report_of_others(
+    pattern: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SCRIPTED, "--out", str(tmp_path / "p")) == 0
+    assert run("overlap-report", str(tmp_path / "p.trace.json.gz"), "--step-range", pattern) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "p")
+    assert run("profile", "--model", "no such model", "--out", out) == 2
+    assert "--out: cannot write" in capsys.readouterr().err
+
+
 async def served(body: Any, **app_settings: Any) -> Any:
     """Run `body(url, engine)` against a server under load."""
     async with Engine.on(ScriptedWorker(LIMITS, Script(step_time_s=0.002)), page_size=4) as engine:
@@ -173,6 +191,9 @@ async def test_a_second_recording_and_a_stop_without_one_are_conflicts_and_bodie
     await served(ask, admin_key="root")
 
 
-def test_a_server_that_is_not_there_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("profile", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "x")) == 2
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere", "http://[::1"])
+def test_a_server_that_is_not_there_is_said_in_one_line(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("profile", "--url", url, "--out", str(tmp_path / "x")) == 2
     assert "does not answer" in capsys.readouterr().err

@@ -72,6 +72,15 @@ def test_a_cut_gzip_is_an_error(tmp_path: Path) -> None:
         (b'{"hello": 1}', "no traceEvents"),
         (b'{"traceEvents": [{"ph": "X", "ts": "soon", "name": "a"}]}', "not as Chrome"),
         (b'{"traceEvents": [3]}', "not as Chrome"),
+        (b'{"traceEvents": [{"ph": "X", "ts": 1, "name": null}]}', "not as Chrome"),
+        (b'{"slipstream": 3, "traceEvents": []}', "beside the events"),
+        (b'{"slipstream": {"source": "x", "lanes": {}, "steps": {"1": 2}}, "traceEvents": []}', "beside the events"),
+        (
+            b'{"slipstream": {"source": "x", "lanes": {}}, "traceEvents": [{"ph": "X", "cat": "slipstream.loop", "ts": 1, '
+            b'"name": "a"}]}',
+            "beside the events",
+        ),
+        (b"\x1f\x8b\x08\x00aaaaaaaaaaaaaaaa", "decompressing"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_reason(content: bytes, message: str, tmp_path: Path) -> None:

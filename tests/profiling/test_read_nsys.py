@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,29 @@ def test_an_export_without_device_work_says_so(tmp_path: Path) -> None:
     Export(tmp_path / "empty.sqlite", SCHEMA_2020).done()
     with pytest.raises(TraceError, match="nothing ran on a device"):
         overlap_report(read_trace(tmp_path / "empty.sqlite"))
+
+
+def test_a_call_or_range_whose_thread_is_not_known_is_read_all_the_same(tmp_path: Path) -> None:
+    path = export_2023(tmp_path / "new.sqlite", nodes=True)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = NULL")
+        database.execute("UPDATE NVTX_EVENTS SET globalTid = NULL")
+        database.commit()
+    report = overlap_report(read_trace(path))
+    assert (report.steps_are, report.num_steps, report.num_graph_steps) == ("steps", 2, 2)
+
+
+@pytest.mark.parametrize("wrong", ["start = 'soon'", "end = 1e300", "deviceId = x'00', start = NULL"])
+def test_a_row_of_other_types_is_an_error_that_names_the_file(wrong: str, tmp_path: Path) -> None:
+    path = export_2020(tmp_path / "odd.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE loose AS SELECT * FROM CUPTI_ACTIVITY_KIND_KERNEL")
+        database.execute("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL")
+        database.execute("ALTER TABLE loose RENAME TO CUPTI_ACTIVITY_KIND_KERNEL")
+        database.execute(f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET {wrong}")
+        database.commit()
+    with pytest.raises(TraceError, match=r"odd\.sqlite"):
+        read_trace(path)
 
 
 def test_a_damaged_export_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -16,27 +16,82 @@ _AHEAD_TOKENS = 256
 
 
 @triton.jit
-def _attend(
-    q, best, weight, acc, k_ptr, v_ptr, table_ptr, first, last, limit, scale, kv_stride,
-    D: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+def _softmax_step(
+    q, k, scale, inside, best, weight
 ):  # fmt: skip
-    """Online softmax over the KV blocks [first, last); positions from `limit` on are not there. Base-2 exponents."""
+    """Scores of one KV block, and what it makes of the running maximum and the running sum. Base-2 exponents."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    shrink = tl.exp2(best - new_best)
+    p = tl.exp2(scores - new_best[:, None])
+    return p, shrink, new_best, weight * shrink + tl.sum(p, axis=1)
+
+
+@triton.jit
+def _attend_by_lookup(
+    q, best, weight, acc, k_ptr, v_ptr, table_ptr, first, last, limit, scale, kv_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, IN_FLIGHT: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the KV blocks [first, last), each token's page looked up; positions from `limit` on are not there."""
     d = tl.arange(0, D)
-    for block in tl.range(first, last, num_stages=STAGES):
+    # The compiler splits its stages between the lookups and the loads that depend on them.
+    for block in tl.range(first, last, num_stages=2 * IN_FLIGHT + 1):
         t = block * BT + tl.arange(0, BT)
         inside = t < limit
         page = tl.load(table_ptr + t // PAGE, mask=inside, other=0).to(tl.int64)
         at = (page * PAGE + t % PAGE)[:, None] * kv_stride + d[None, :]
         k = tl.load(k_ptr + at, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - new_best)
-        p = tl.exp2(scores - new_best[:, None])
-        weight = weight * shrink + tl.sum(p, axis=1)
+        p, shrink, best, weight = _softmax_step(q, k, scale, inside, best, weight)
         v = tl.load(v_ptr + at, mask=inside[:, None], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        best = new_best
+    return best, weight, acc
+
+
+@triton.jit
+def _attend_by_page(
+    q, best, weight, acc, k_ptr, v_ptr, table_ptr, first, last, limit, scale, kv_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, IN_FLIGHT: tl.constexpr,
+):  # fmt: skip
+    """The same where a block lies in one page or fills two: a third fewer instructions, for an address is a scalar's sum with
+    what is the same in every block. Pages are looked up a block ahead of their loads.
+    """
+    row = tl.arange(0, BT)
+    d = tl.arange(0, D)[None, :]
+    page = tl.load(table_ptr + first * BT // PAGE, mask=first * BT < limit, other=0)
+    second = page
+    if BT > PAGE:
+        second = tl.load(table_ptr + first * BT // PAGE + 1, mask=first * BT + PAGE < limit, other=0)
+    for block in tl.range(first, last, num_stages=IN_FLIGHT + 1):
+        start = block * BT
+        if BT > PAGE:
+            slot = tl.where(row < PAGE, page * PAGE, second * PAGE - PAGE) + row
+        else:
+            slot = page * PAGE + start % PAGE + row
+        inside = row < limit - start
+        at = (slot.to(tl.int64) * kv_stride)[:, None]
+        k = tl.load(k_ptr + d + at)  # whatever stands behind the end: its scores are not taken
+        p, shrink, best, weight = _softmax_step(q, k, scale, inside, best, weight)
+        v = tl.load(v_ptr + d + at, mask=inside[:, None], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        following = start + BT
+        page = tl.load(table_ptr + following // PAGE, mask=following < limit, other=0)
+        if BT > PAGE:
+            second = tl.load(table_ptr + following // PAGE + 1, mask=following + PAGE < limit, other=0)
+    return best, weight, acc
+
+
+@triton.jit
+def _attend(
+    q, best, weight, acc, k_ptr, v_ptr, table_ptr, first, last, limit, scale, kv_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, IN_FLIGHT: tl.constexpr,
+):  # fmt: skip
+    if BT <= 2 * PAGE:
+        best, weight, acc = _attend_by_page(q, best, weight, acc, k_ptr, v_ptr, table_ptr, first, last, limit, scale,
+                                            kv_stride, D, PAGE, BT, IN_FLIGHT)  # fmt: skip
+    else:
+        best, weight, acc = _attend_by_lookup(q, best, weight, acc, k_ptr, v_ptr, table_ptr, first, last, limit, scale,
+                                              kv_stride, D, PAGE, BT, IN_FLIGHT)  # fmt: skip
     return best, weight, acc
 
 
@@ -182,7 +237,7 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr,
     plan_ptr, share_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, scale, eps, q_stride, out_stride, table_stride,
     HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, IN_FLIGHT: tl.constexpr,
     ROPE: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -227,7 +282,7 @@ def _decode_kernel(
             acc = tl.zeros([GB, D], tl.float32)
         best, weight, acc = _attend(
             q, best, weight, acc, k_ptr + head * D, v_ptr + head * D, table, block, last, limit, scale, kv_stride,
-            D, PAGE, BT, STAGES,
+            D, PAGE, BT, IN_FLIGHT,
         )  # fmt: skip
         _finish(best, weight, acc, out_ptr, partial_out_ptr, partial_stats_ptr, arrivals_ptr, row, head,
                 (block == 0) & (last == num_blocks), flat - block, num_blocks, slot, share, out_stride,
@@ -300,7 +355,7 @@ def decode_attention(
         (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
         q.stride(0), out.stride(0), page_table.stride(0),
         HQ=heads, HK=num_kv_heads, G=group, GB=group_block, D=head_dim, PAGE=page_size, BT=tiling.block_tokens,
-        PARTS=max(2, min(16, 4096 // (group_block * head_dim))), STAGES=tiling.stages,
+        PARTS=max(2, min(16, 4096 // (group_block * head_dim))), IN_FLIGHT=tiling.blocks_in_flight,
         ROPE=rope is not None, NORM=has_norm, AHEAD=ahead and DEPENDENT,
         AHEAD_BLOCKS=max(1, _AHEAD_TOKENS // tiling.block_tokens),
         PDL=DEPENDENT, num_warps=tiling.num_warps, launch_pdl=DEPENDENT,

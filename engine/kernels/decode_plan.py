@@ -15,14 +15,12 @@ _PLAN_ELEMENTS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTiling:
-    """How a step's work is cut: KV blocks of `block_tokens`, at least `least_share` of them a program.
-
-    The compiler splits its pipeline stages between the page lookup and the KV loads that depend on it: 2 n + 1 stages
-    keep n KV blocks in flight.
+    """How a step's work is cut: KV blocks of `block_tokens`, `blocks_in_flight` of them being loaded while one is computed,
+    at least `least_share` of them a program.
     """
 
     block_tokens: int = 64
-    stages: int = 5
+    blocks_in_flight: int = 2
     programs_per_multiprocessor: int = 3
     num_warps: int = 4
     least_share: int = 1
@@ -31,11 +29,11 @@ class DecodeTiling:
 # Measured on an H200, by the number of sequences (rows times KV heads) up to which each is the fastest. Few sequences:
 # every further part costs its combination. Many: several programs on a multiprocessor, one loads while another computes.
 _TILINGS = (
-    (32, DecodeTiling(stages=5, programs_per_multiprocessor=2)),
+    (32, DecodeTiling(programs_per_multiprocessor=2)),
     (128, DecodeTiling(block_tokens=128, programs_per_multiprocessor=1)),
-    (256, DecodeTiling(stages=7, programs_per_multiprocessor=2)),
+    (256, DecodeTiling(blocks_in_flight=3, programs_per_multiprocessor=2)),
 )
-_MANY = DecodeTiling(block_tokens=32, stages=7, programs_per_multiprocessor=4, num_warps=2)
+_MANY = DecodeTiling(block_tokens=32, blocks_in_flight=3, programs_per_multiprocessor=4, num_warps=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,11 +38,11 @@ def reference(q, k_cache, v_cache, table, rows, seq_lens):
     return out
 
 
-def workspace_for(num_rows, num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant=False):
+def workspace_for(num_rows, num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant=False, block_tokens=16):
     return make_decode_workspace(
         max_rows=num_rows, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, device="cpu",
         row_invariant=row_invariant, num_multiprocessors=num_programs,
-        tiling=DecodeTiling(block_tokens=16, programs_per_multiprocessor=1),
+        tiling=DecodeTiling(block_tokens=block_tokens, programs_per_multiprocessor=1),
     )  # fmt: skip
 
 
@@ -85,6 +85,27 @@ def test_decode_attention_equals_float64(num_q_heads, num_kv_heads, head_dim, pa
         expected = reference(q, k_cache, v_cache, table, rows, SEQ_LENS)
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
     assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize("num_programs", [2, 40])
+@pytest.mark.parametrize(("page_size", "block_tokens"), [(16, 32), (8, 16), (64, 16), (32, 32), (4, 16), (1, 32)])
+def test_blocks_of_any_part_or_number_of_pages_give_the_same(page_size, block_tokens, num_programs):
+    seq_lens = [1, 130, 16, 33, 97, 0]
+    k_cache, v_cache, table, rows = paged_case(seq_lens, 2, 16, page_size)
+    k_cache[0] = v_cache[0] = float("nan")  # page 0 is nobody's, and stands for what is not there
+    for row, length in zip(rows.tolist(), seq_lens, strict=True):
+        page, inside = divmod(length, page_size)
+        if inside:  # nor is what lies behind a sequence's end in its own page anybody's
+            k_cache[table[row, page], inside:] = v_cache[table[row, page], inside:] = float("nan")
+        table[row, -(-length // page_size) :] = 0
+    q = torch.randn(len(seq_lens), 4, 16)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    workspace = workspace_for(len(seq_lens), 4, 2, 16, num_programs, block_tokens=block_tokens)
+    plan_decode(lengths, workspace)
+    out = decode_attention(q, k_cache, v_cache, table, rows, lengths, workspace)
+    torch.testing.assert_close(
+        out.double(), reference(q, k_cache, v_cache, table, rows, seq_lens), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

@@ -17,9 +17,7 @@ from ..engine.errors import ConfigError
 NOTABLE: Final = 0.03
 # What a number's name says of its direction. Counts and sizes have none.
 _MORE_IS_BETTER = re.compile(r"per_s$|tok_s|tokens_s$|gb_s$|ratio|speedup|goodput|hidden", re.IGNORECASE)
-_LESS_IS_BETTER = re.compile(
-    r"(^|[_ ,])(ms|us|ns|s|seconds|idle\w*|exposed\w*)(_p?\d+)?$|_(ms|us|ns)[_ .]|idle|exposed"
-)
+_LESS_IS_BETTER = re.compile(r"(^|[_ ,])(ms|us|ns|s|seconds)(_p?\d+)?$|(_|, )(ms|us|ns)[_ .]|idle|exposed")
 
 
 class Row(NamedTuple):
@@ -70,7 +68,8 @@ def comparison(before: Mapping[str, Any], after: Mapping[str, Any], *, shows_all
         f"{row.name:{width}}{row.before:>14.6g}{row.after:>14.6g}{row.ratio:>9.3f}  {row.verdict}".rstrip()
         for row in shown
     ]
-    lines.append(f"{len(rows)} numbers in both, {len(rows) - len(shown)} of them alike within {NOTABLE:.0%}")
+    num_alike = sum(abs(row.ratio - 1) < NOTABLE for row in rows)
+    lines.append(f"{len(rows)} numbers in both, {num_alike} of them alike within {NOTABLE:.0%}")
     return "\n".join(lines)
 
 

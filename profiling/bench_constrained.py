@@ -1,6 +1,6 @@
 """What structured output costs: tokens a second with none, one and all rows constrained, at both depths.
 
-    python -m slipstream.profiling.bench_constrained [--model NAME] [--rows 16] [--tokens 32] [--rounds 3]
+    python -m slipstream.profiling.bench_constrained [--model NAME] [--rows 16] [--tokens 32] [--rounds 3] [--json FILE]
 
 Greedy requests of one length at once; a constrained one writes a JSON array that is never complete. Beside the rate stands
 what the host does for each sample (masks, histories) before it lets it go: at depth 1 the forward runs meanwhile. What of the
@@ -24,6 +24,7 @@ from ..engine.scheduler.schedule_batch import ScheduleBatch
 from ..engine.worker import SampleInputs
 from .overlap_report import overlap_report
 from .recorder import Recorder
+from .results import write_json
 
 SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 40}, "minItems": 1000}
 
@@ -74,8 +75,9 @@ async def measure(engine: Engine, timer: HostTimer, *, rows: int, constrained: i
     return Measured(drawn / seconds, 1e3 * statistics.median(timer.seconds), exposed_ms)
 
 
-async def run(model: str, *, rows: int, tokens: int, rounds: int) -> None:
-    """Print the table."""
+async def run(model: str, *, rows: int, tokens: int, rounds: int) -> dict[str, object]:
+    """Print the table, return its rows."""
+    results: dict[str, object] = {}
     print(f"{'depth':>5} {'constrained':>11} {'tokens/s':>9} {'host ms/step':>12} {'exposed ms/step':>15}")
     for overlap in (False, True):
         async with Engine(model=model, overlap=overlap, max_running_requests=rows, max_total_tokens=8192) as engine:
@@ -87,21 +89,25 @@ async def run(model: str, *, rows: int, tokens: int, rounds: int) -> None:
                 for count in counts:
                     found[count].append(await measure(engine, timer, rows=rows, constrained=count, tokens=tokens))
             for count, each in found.items():
-                rate = statistics.median(one.tokens_per_s for one in each)
-                host = statistics.median(one.host_ms for one in each)
-                exposed = statistics.median(one.exposed_ms for one in each)
+                middle = Measured(*(statistics.median(column) for column in zip(*each, strict=True)))
+                results[f"depth {int(overlap)}, {count} constrained"] = middle._asdict()
+                rate, host, exposed = middle
                 print(f"{int(overlap):>5} {count:>11} {rate:>9.1f} {host:>12.3f} {exposed:>15.3f}")
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="bench_constrained", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="write the results to this file")
     args = parser.parse_args(arguments)
-    asyncio.run(run(args.model, rows=args.rows, tokens=args.tokens, rounds=args.rounds))
+    results = asyncio.run(run(args.model, rows=args.rows, tokens=args.tokens, rounds=args.rounds))
+    if args.json:
+        write_json(args.json, "constrained", results)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from ..engine.loader.dummy_loader import fill_dummy_weights
 from ..engine.loader.model_config import ModelConfig
 from ..engine.models.fused_decoder import DecodeRows, FusedDecoder
 from ..engine.models.registry import build_model
+from .results import write_json
 
 PAGE_SIZE = 16
 
@@ -112,15 +113,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--kernels", nargs="*", type=int, default=[], help="also list the kernels at these rows")
+    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
+    results: dict[str, dict[str, float]] = {}
     for folder in options.folders:
         bench = DecodeBench(Path(folder), max_rows=max(options.rows), context=options.context)
         for num_rows in options.rows:
             graph = bench.capture(num_rows)
             step_ms = median_ms(graph.replay, bench.rewind)
+            results.setdefault(f"{Path(folder).name}, step_ms", {})[str(num_rows)] = step_ms
             print(f"{Path(folder).name:12} context {options.context:6} rows {num_rows:4}: {step_ms:.3f} ms", flush=True)
             if num_rows in options.kernels:
                 kernel_table(graph.replay, f"kernels of {Path(folder).name} at {num_rows} rows")
+    if options.json:
+        write_json(options.json, "decode", results)
 
 
 if __name__ == "__main__":

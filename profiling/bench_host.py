@@ -200,7 +200,7 @@ def run(tokenizer: TextTokenizer | None) -> dict[str, object]:
             continue
         for num_rows in (1, 64, 256):
             parts = host_step_us(num_rows, text)
-            results[f"{label}, {num_rows} rows"] = parts
+            results[f"{label}, {num_rows} rows, us"] = parts
             print(f"{label + f', {num_rows} rows':24}" + "".join(f"{value:9.1f}" for value in parts.values()))
     for policy in get_args(SchedulePolicy):
         parts = {

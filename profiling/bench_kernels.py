@@ -27,6 +27,7 @@ from ..engine.kernels.sampling import make_sampler_workspace, sample
 from ..engine.kernels.silu_mul import silu_mul
 from ..engine.kernels.small_gemm import make_split_workspace
 from ..engine.sampling.sampling_table import SamplingTable
+from .results import write_json
 
 DEVICE = "cuda"
 PAGE_SIZE = 16
@@ -102,10 +103,19 @@ def copy_rate() -> float:
     return 2 * source.numel() * 4 / microseconds([partial(target.copy_, source)])
 
 
-def show(name: str, took: float, num_bytes: float, rate: float, library: float | None = None) -> None:
-    """Print one row."""
-    beside = "" if library is None else f"{library:10.2f}"
-    print(f"{name:44}{took:10.2f}{num_bytes / 1e6:11.2f}{100 * num_bytes / rate / took:8.0f}%{beside}", flush=True)
+class Sheet:
+    """Prints row by row, and keeps the rows. `rate`: the device's own, of `copy_rate`."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.rows: dict[str, object] = {}
+
+    def show(self, name: str, took: float, num_bytes: float, beside: float | None = None) -> None:
+        """One row. `beside`: what a library takes for the same; of prefill attention the TFLOP/s that it makes."""
+        share = 100 * num_bytes / self.rate / took
+        self.rows[name] = {"call_us": took, "beside": beside}
+        last = "" if beside is None else f"{beside:10.2f}"
+        print(f"{name:44}{took:10.2f}{num_bytes / 1e6:11.2f}{share:8.0f}%{last}", flush=True)
 
 
 def separately(
@@ -118,7 +128,7 @@ def separately(
     return silu_mul(y) if gated else y
 
 
-def bench_linears(rate: float) -> None:
+def bench_linears(sheet: Sheet) -> None:
     """Products with what surrounds them, against cuBLAS and separate kernels for that."""
     workspace = make_split_workspace(max_features=4096, device=DEVICE)
     for matrix in MATRICES:
@@ -134,10 +144,10 @@ def bench_linears(rate: float) -> None:
             took = microseconds([partial(ours, weight=weight) for weight in weights])
             beside = microseconds([partial(separately, x, weight, norm, matrix.gated, residual) for weight in weights])
             moved = num_bytes + 2 * rows * (matrix.width + matrix.features)
-            show(f"{matrix.name} {rows} rows", took, moved, rate, beside)
+            sheet.show(f"{matrix.name} {rows} rows", took, moved, beside)
 
 
-def bench_decode(rate: float) -> None:
+def bench_decode(sheet: Sheet) -> None:
     """Decode attention from the packed projection, the new token's norm, rotation and KV write included."""
     for (num_q_heads, num_kv_heads), (rows, length) in itertools.product(HEADS, DECODE_SHAPES):
         pages = -(-length // PAGE_SIZE)
@@ -165,10 +175,10 @@ def bench_decode(rate: float) -> None:
                 for k, v in caches
             ]
         )
-        show(f"decode {num_q_heads}/{num_kv_heads} heads {rows} rows of {length}", took, num_bytes, rate)
+        sheet.show(f"decode {num_q_heads}/{num_kv_heads} heads {rows} rows of {length}", took, num_bytes)
 
 
-def bench_prefill(rate: float) -> None:
+def bench_prefill(sheet: Sheet) -> None:
     """One prompt without a prefix; the last column is TFLOP/s of the causal half."""
     for (num_q_heads, num_kv_heads), tokens in itertools.product(HEADS, (128, 1024, 4096)):
         pages = -(-tokens // PAGE_SIZE)
@@ -182,10 +192,10 @@ def bench_prefill(rate: float) -> None:
         took = microseconds([call])
         num_bytes = 4 * tokens * (num_q_heads + num_kv_heads) * HEAD_DIM
         rate_tflops = 2 * tokens * tokens * num_q_heads * HEAD_DIM / took / 1e6
-        show(f"prefill {num_q_heads}/{num_kv_heads} heads {tokens} tokens", took, num_bytes, rate, rate_tflops)
+        sheet.show(f"prefill {num_q_heads}/{num_kv_heads} heads {tokens} tokens", took, num_bytes, rate_tflops)
 
 
-def bench_sampler(rate: float) -> None:
+def bench_sampler(sheet: Sheet) -> None:
     """From bf16 logits to ids; beside it torch.argmax."""
     kinds = (
         ("greedy", 0.0, 0, 1.0),
@@ -212,17 +222,17 @@ def bench_sampler(rate: float) -> None:
                 sample, logits, index, live, index, dead, table, index.long(), workspace, ids=index.long(),
                 bad=index.clone(), greedy=temperature == 0, filters=top_k > 0 or top_p < 1.0,
             )  # fmt: skip
-            show(f"sampler {name} {rows} rows", microseconds([call]), 2.0 * rows * vocab, rate, beside)
+            sheet.show(f"sampler {name} {rows} rows", microseconds([call]), 2.0 * rows * vocab, beside)
 
 
-def bench_pointwise(rate: float) -> None:
+def bench_pointwise(sheet: Sheet) -> None:
     """The kernels between the products."""
     for rows, hidden in ((1, 1024), (256, 1024), (256, 4096), (4096, 4096)):
         x, residual, weight, pair = bf16(rows, hidden), bf16(rows, hidden), bf16(hidden), bf16(rows, 6 * hidden)
         took = microseconds([partial(add_rmsnorm, x, residual, weight, 1e-6, out=torch.empty_like(x))])
-        show(f"add + rmsnorm [{rows}, {hidden}]", took, 8.0 * rows * hidden, rate)
+        sheet.show(f"add + rmsnorm [{rows}, {hidden}]", took, 8.0 * rows * hidden)
         took = microseconds([partial(silu_mul, pair)])
-        show(f"silu · mul [{rows}, 2 x {3 * hidden}]", took, 18.0 * rows * hidden, rate)
+        sheet.show(f"silu · mul [{rows}, 2 x {3 * hidden}]", took, 18.0 * rows * hidden)
     for tokens in (1, 256, 4096):
         k, v = (bf16(tokens // PAGE_SIZE + 2, PAGE_SIZE, 8, HEAD_DIM) for _ in range(2))
         at, cos_sin = torch.arange(tokens, device=DEVICE), torch.randn(tokens, HEAD_DIM, device=DEVICE)
@@ -230,10 +240,10 @@ def bench_pointwise(rate: float) -> None:
         call = partial(
             rope_kv_write, bf16(tokens, 32 * HEAD_DIM), at, at, cos_sin, k, v, num_q_heads=16, q_norm=norm, k_norm=norm
         )
-        show(f"rope + KV write {tokens} tokens, 16/8 heads", microseconds([call]), tokens * HEAD_DIM * 132.0, rate)
+        sheet.show(f"rope + KV write {tokens} tokens, 16/8 heads", microseconds([call]), tokens * HEAD_DIM * 132.0)
 
 
-SECTIONS: dict[str, Callable[[float], None]] = {
+SECTIONS: dict[str, Callable[[Sheet], None]] = {
     "linears": bench_linears,
     "decode": bench_decode,
     "prefill": bench_prefill,
@@ -246,12 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of this benchmark."""
     parser = argparse.ArgumentParser(prog="bench_kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sections", nargs="*", default=list(SECTIONS), help="all of them if none is named")
+    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
-    rate = copy_rate()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy moves {rate / 1e6:.2f} TB/s")
+    sheet = Sheet(copy_rate())
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy moves {sheet.rate / 1e6:.2f} TB/s")
     print(f"{'':44}{'us':>10}{'MB':>11}{'of copy':>9}{'library':>10}")
     for section in options.sections:
-        SECTIONS[section](rate)
+        SECTIONS[section](sheet)
+    if options.json:
+        write_json(options.json, "kernels", sheet.rows)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from ..engine.models.registry import build_model
 from ..engine.scheduler.schedule_batch import ScheduleBatch
 from ..streams.graph import GraphPool
 from .bench_decode import kernel_table
+from .results import write_json
 
 PAGE_SIZE = 16
 NUM_ROWS = 256
@@ -172,28 +173,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--tokens", nargs="+", type=int, default=[128, 512, 1024, 2048, 4096])
     parser.add_argument("--kernels", nargs="*", type=int, default=[], help="also list the kernels at these tokens")
+    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
+    results = {}
     for folder in options.folders:
-        report(Path(folder), tokens=options.tokens, kernels=options.kernels)
+        results[Path(folder).name] = report(Path(folder), tokens=options.tokens, kernels=options.kernels)
         torch.cuda.empty_cache()
+    if options.json:
+        write_json(options.json, "prefill", results)
 
 
-def report(folder: Path, *, tokens: Sequence[int], kernels: Sequence[int]) -> None:
-    """Print what one model takes."""
+def report(folder: Path, *, tokens: Sequence[int], kernels: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Print what one model takes, and return it: milliseconds by load and runner."""
+    results: dict[str, dict[str, float]] = {}
     print(folder.name, flush=True)
     bench = PrefillBench(folder, max_tokens=max(2048, *tokens) + NUM_ROWS)
     runners = bench.runners()
     for num_tokens in tokens:
         for kind, runner in runners.items():
             wall, host = bench.measure(runner, [num_tokens])
+            results[f"{num_tokens} tokens, {kind}"] = {"wall_ms": wall, "host_ms": host}
             print(f"  {num_tokens:5} tokens  {kind:22} wall {wall:8.3f} ms  host {host:7.3f} ms", flush=True)
     for kind, runner in runners.items():
         wall, host = bench.measure(runner, MIXED, num_decode=100)
+        results[f"100 decode rows and {len(MIXED)} prompts, {kind}"] = {"wall_ms": wall, "host_ms": host}
         print(f"  100 decode rows and {MIXED}  {kind:22} wall {wall:8.3f} ms  host {host:7.3f} ms", flush=True)
     for num_tokens in kernels:
         batch, staged = bench.stage([num_tokens])
         for kind, runner in runners.items():
             kernel_table(partial(_drained, bench, runner, batch, staged), f"  {num_tokens}: {kind}")
+    return results
 
 
 def _drained(bench: PrefillBench, runner: Runner, batch: ScheduleBatch, staged: StagedStep) -> None:

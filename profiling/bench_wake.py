@@ -22,6 +22,7 @@ import torch
 
 from ..streams.cuda_lane import CudaLane, cuda_host_func_launcher
 from ..streams.wake import EventWaiter, HostFuncWaiter, ThreadWaiter
+from .results import write_json
 
 GAPS_MS = (0.2, 1.0, 5.0)
 SLICE_LOOPS = 3000  # of an empty Python loop: some 50 to 100 µs between two turns of a busy event loop
@@ -128,8 +129,9 @@ async def stop(task: asyncio.Future[None]) -> None:
         await task
 
 
-async def print_table(samples: int, loops: Sequence[str], strategies: Sequence[str]) -> None:
-    """Measure what is asked for and print one line a row."""
+async def print_table(samples: int, loops: Sequence[str], strategies: Sequence[str]) -> dict[str, object]:
+    """Measure what is asked for, print one line a row, and return the rows."""
+    results: dict[str, object] = {}
     per_ms = cycles_per_ms()
     free = await free_slices_per_s()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {type(asyncio.get_running_loop()).__module__}")
@@ -142,25 +144,31 @@ async def print_table(samples: int, loops: Sequence[str], strategies: Sequence[s
                 row = await measure(make_waiter, int(gap_ms * per_ms), samples=samples, busy=busy)
                 share = f"{row.slices_per_s / free:6.0%}" if busy else "     –"
                 state = "busy" if busy else "idle"
+                results[f"{name}, {state} loop, {gap_ms:g} ms of work"] = row._asdict()
                 print(f"{name:24} {state:5} {gap_ms:7.1f} {row.median_us:10.1f} {row.p99_us:9.1f} {share}")
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="wake latencies of awaited CUDA events")
+    parser = argparse.ArgumentParser(prog="bench_wake", description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
     parser.add_argument("--loops", nargs="+", choices=("idle", "busy"), default=("idle", "busy"))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=tuple(STRATEGIES))
+    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("bench_wake measures CUDA events, and no NVIDIA GPU answers here")
+    table = print_table(options.samples, options.loops, options.strategies)
     if options.uvloop:
         import uvloop
 
-        uvloop.run(print_table(options.samples, options.loops, options.strategies))
+        results = uvloop.run(table)
     else:
-        asyncio.run(print_table(options.samples, options.loops, options.strategies))
+        results = asyncio.run(table)
+    if options.json:
+        write_json(options.json, "wake", results)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,46 @@ def test_the_table_names_what_the_runs_differ_in_and_hides_what_is_alike() -> No
     assert "step_ms.8" in comparison(BEFORE, AFTER, shows_all=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("ids only, 64 rows, us.plan", "worse"),
+        ("plan, 10,000 waiting, lpm, us.pages", "worse"),
+        ("wake 256 us", "worse"),
+        ("5 ms lane, 2 ms host, depth 1, ms", "worse"),
+        ("8 streams, 5 ms.ttft_ms_p99", "worse"),
+        ("8 streams, 5 ms.events", ""),
+        ("0.6b.step_ms.256", "worse"),
+        ("0.6b.set_tok_s", "better"),
+        ("0.6b.ready_s", "worse"),
+        ("depth 1, 16 constrained.tokens_per_s", "better"),
+        ("qwen, step_ms.8", "worse"),
+    ],
+)
+def test_the_numbers_of_the_suites_have_a_direction(name: str, verdict: str) -> None:
+    (row,) = compare({"results": {name: 1.0}}, {"results": {name: 2.0}})
+    assert row.verdict == verdict
+
+
+SUITES = sorted(set(cli._bench_suites()) - {"compare"})
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_writes_its_result_as_json_if_asked(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", suite, "--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert "--json" in said
+    assert said.startswith((f"usage: bench_{suite} ", f"usage: bench {suite} "))
+
+
+def test_what_is_alike_is_counted_also_where_all_is_shown() -> None:
+    text = comparison(BEFORE, AFTER, shows_all=True)
+    assert text.splitlines()[-1] == "5 numbers in both, 1 of them alike within 3%"
+
+
 def test_bench_compare_reads_what_the_benchmarks_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("a", 1.0), ("b", 2.0)):
         write_json(tmp_path / f"{name}.json", "host", {"plan us": value})

@@ -282,6 +282,9 @@ def profile(
     nvtx: Annotated[
         bool, typer.Option("--nvtx", help="Run under nsys: ranges, and a capture range (nsys.sh).")
     ] = False,
+    torch_trace: Annotated[
+        bool, typer.Option("--torch-trace", help="Also keep OUT.torch.json.gz, torch's own.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where to write: OUT.html, OUT.json, OUT.trace.json.gz.")] = Path("profile"),
 ) -> None:
     """Is the device waiting for the host? Record some steps, print the overlap report, write timeline and trace."""
@@ -296,7 +299,9 @@ def profile(
         make = run.engine_maker(settings, load, scripted=scripted, step_ms=step_ms, launch_ms=launch_ms)
         depths = (1, 0) if both_depths else (int(bool(settings["overlap"])),)
         with _runner() as runner:
-            timelines = runner.run(run.record_each(make, depths, load, kernels=kernels, nvtx=nvtx))
+            kept = out if torch_trace else None
+            each = run.record_each(make, depths, load, kernels=kernels, nvtx=nvtx, torch_traces=kept)
+            timelines = runner.run(each)
     typer.echo(run.reports_text(run.write_all(timelines, out)))
     typer.echo(f"slipstream: {out}.html shows the timeline; the traces beside it open in ui.perfetto.dev")
 

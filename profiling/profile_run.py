@@ -18,6 +18,7 @@ from ..engine.engine import Engine
 from ..engine.errors import ConfigError
 from ..engine.sampling_params import SamplingParams
 from ..engine.scripted_worker import Script, ScriptedWorker
+from ..engine.token_stream import TokenStream
 from ..engine.worker import WorkerLimits
 from .html_page import html_page
 from .overlap_report import OverlapReport, overlap_report
@@ -51,37 +52,55 @@ class Load:
         return wanted
 
 
-async def record(engine: Engine, load: Load, *, kernels: bool = True, nvtx: bool = False) -> Timeline:
-    """Run the load on a started engine and record `load.steps` steps of it. Raises: ConfigError."""
+async def record(
+    engine: Engine, load: Load, *, kernels: bool = True, nvtx: bool = False, torch_trace: Path | None = None
+) -> Timeline:
+    """Run the load on a started engine and record `load.steps` steps of it; the options are the recorder's.
+
+    Raises: ConfigError; what ended a request early.
+    """
     choose = random.Random(0)
     limits = engine.limits
     params = SamplingParams(max_tokens=load.max_tokens(limits), temperature=0.0, ignore_eos=True)
-    recorder = Recorder(engine, kernels=kernels, nvtx=nvtx)
+    if load.rows > limits.num_rows:
+        raise ConfigError(f"{load.rows} are more than the engine's {limits.num_rows}", field="rows")
+    recorder = Recorder(engine, kernels=kernels, nvtx=nvtx, torch_trace=torch_trace)
     async with AsyncExitStack() as stack:
         streams = []
-        for _ in range(min(load.rows, limits.num_rows)):
+        for _ in range(load.rows):
             prompt = [choose.randrange(limits.vocab_size) for _ in range(load.prompt_tokens)]
             streams.append(await stack.enter_async_context(engine.generate(prompt, params)))
         # All have begun once each has brought a token; then the last one's tokens count the steps.
         for stream in streams:
             await anext(stream)
-        async with asyncio.TaskGroup() as group:
-            readers = [group.create_task(_drain(stream)) for stream in streams[:-1]]
-            for _ in range(load.warm_steps):
-                await anext(streams[-1])
-            recorder.start(num_steps=load.steps)
-            readers.append(group.create_task(_drain(streams[-1])))
-            in_time = await recorder.reached(wait_s=RECORD_TIMEOUT_S)
-            timeline = await recorder.collect()
-            for reader in readers:
-                reader.cancel()
+        try:
+            return await _recorded(streams, recorder, load)
+        except BaseExceptionGroup as group:  # the tasks' first failure says what happened
+            raise group.exceptions[0] from None
+        finally:
+            if recorder.is_recording:
+                await recorder.collect()
+
+
+async def _recorded(streams: Sequence[TokenStream], recorder: Recorder, load: Load) -> Timeline:
+    """Read all streams, and record once the last one's tokens have counted the warm steps."""
+    async with asyncio.TaskGroup() as group:
+        readers = [group.create_task(_drain(stream)) for stream in streams[:-1]]
+        for _ in range(load.warm_steps):
+            await anext(streams[-1])
+        recorder.start(num_steps=load.steps)
+        readers.append(group.create_task(_drain(streams[-1])))
+        in_time = await recorder.reached(wait_s=RECORD_TIMEOUT_S)
+        timeline = await recorder.collect()
+        for reader in readers:
+            reader.cancel()
     if not in_time:
         raise ConfigError(f"{load.steps} steps took longer than {RECORD_TIMEOUT_S:g} s", field="steps")
     return timeline
 
 
-async def _drain(stream: object) -> None:
-    async for _ in stream:  # type: ignore[attr-defined]  # a TokenStream
+async def _drain(stream: TokenStream) -> None:
+    async for _ in stream:
         pass
 
 
@@ -120,14 +139,30 @@ def _lacks_tokenizer(model: str) -> bool:
 
 
 async def record_each(
-    make: Callable[[bool], Engine], depths: Sequence[int], load: Load, *, kernels: bool, nvtx: bool
+    make: Callable[[bool], Engine],
+    depths: Sequence[int],
+    load: Load,
+    *,
+    kernels: bool,
+    nvtx: bool,
+    torch_traces: Path | None = None,
 ) -> list[Timeline]:
-    """One recording a depth, one after the other, each with an engine of its own."""
+    """One recording a depth, one after the other, each with an engine of its own.
+
+    `torch_traces`: leave torch's own traces beside what `write_all` writes for this stem.
+    """
     timelines = []
-    for depth in depths:
+    for number, depth in enumerate(depths):
+        trace = None if torch_traces is None else _beside(torch_traces, number, len(depths), "torch.json.gz")
         async with make(bool(depth)) as engine:
-            timelines.append(await record(engine, load, kernels=kernels, nvtx=nvtx))
+            timelines.append(await record(engine, load, kernels=kernels, nvtx=nvtx, torch_trace=trace))
     return timelines
+
+
+def _beside(stem: Path, number: int, count: int, ending: str) -> Path:
+    """The name of one of `count` files of a kind."""
+    part = f".{number}" if count > 1 else ""
+    return stem.with_name(f"{stem.name}{part}.{ending}")
 
 
 def record_server_blocking(url: str, admin_key: str | None, *, steps: int, wait_s: float, into: Path) -> Timeline:
@@ -193,8 +228,7 @@ def write_all(timelines: Sequence[Timeline], stem: Path, options: ReportOptions 
     make_folder(stem)
     try:
         for number, timeline in enumerate(timelines):
-            part = f".{number}" if len(timelines) > 1 else ""
-            write_chrome(timeline, stem.with_name(f"{stem.name}{part}.trace.json.gz"))
+            write_chrome(timeline, _beside(stem, number, len(timelines), "trace.json.gz"))
         stem.with_name(f"{stem.name}.html").write_text(page, encoding="utf-8")
         write_reports(reports, stem.with_name(f"{stem.name}.json"))
     except OSError as error:

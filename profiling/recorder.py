@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..engine.engine import Engine
-from ..engine.errors import MisuseError
+from ..engine.errors import ConfigError, MisuseError
 from ..streams.marks import COMMIT, COPY_OUT, LAUNCH, Mark, RingMarks
 from .loop_watch import LoopWatch
 from .read_chrome import read_chrome
@@ -29,12 +29,16 @@ class Recorder:
 
     `kernels`: on CUDA, also record what the device runs, through torch's profiler; otherwise the lanes are timed by events.
     `nvtx`: emit the marks to NVTX, and open the capture range of a tool such as Nsight Systems while recording.
+    `torch_trace`: where to leave what torch's profiler writes of the device, gzipped if the name ends in .gz.
     """
 
-    def __init__(self, engine: Engine, *, kernels: bool = True, nvtx: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, *, kernels: bool = True, nvtx: bool = False, torch_trace: Path | None = None
+    ) -> None:
         self._engine = engine
         self._kernels = kernels
         self._nvtx = nvtx
+        self._torch_trace = torch_trace
         self._marks: RingMarks | None = None
         self._device_trace: Any = None
         self._halted = asyncio.Event()
@@ -47,14 +51,17 @@ class Recorder:
     def start(self, *, num_steps: int = MAX_STEPS) -> None:
         """Record the next `num_steps` steps. May stop the loop for a moment: the device's profiler has to be set up.
 
-        Raises: MisuseError while a recording is under way.
+        Raises: MisuseError while a recording is under way; ConfigError if a trace of torch's is wanted and cannot be had.
         """
         if self._marks is not None:
             raise MisuseError("a recording is under way")
+        on_cuda = _cuda_is_used()
+        takes_device_trace = on_cuda and self._kernels and not self._nvtx
+        if self._torch_trace is not None and not takes_device_trace:
+            raise ConfigError("only of CUDA, with kernels and without nvtx", field="torch_trace")
         self._halted = asyncio.Event()
         self._last_step = self._engine.num_settled_steps + min(num_steps, MAX_STEPS)
-        on_cuda = _cuda_is_used()
-        if on_cuda and self._kernels and not self._nvtx:
+        if takes_device_trace:
             self._device_trace = _start_device_trace()
         self._marks = self._make_marks(on_cuda)
         self._requests = RequestWatch(self._engine, self._look)
@@ -86,7 +93,7 @@ class Recorder:
             records = marks.records()
             device = None
             if self._device_trace is not None:
-                device = await asyncio.to_thread(_exported, self._device_trace)
+                device = await asyncio.to_thread(_exported, self._device_trace, self._torch_trace)
             copy_lane = "copy" if _cuda_is_used() else "compute"
             add_marks(timeline, records, self._thread, with_lanes=device is None, copy_lane=copy_lane)
             self._requests.add_to(timeline, LOOP_LANE, self._thread)
@@ -173,10 +180,10 @@ def _start_device_trace() -> Any:
     return trace
 
 
-def _exported(trace: Any) -> Timeline:
+def _exported(trace: Any, kept: Path | None) -> Timeline:
     """What the device did, through the file that the profiler writes."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        path = Path(folder) / "device.json"
+        path = Path(folder) / "device.json" if kept is None else kept
         trace.export_chrome_trace(str(path))
         return read_chrome(path)
 

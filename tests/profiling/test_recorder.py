@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.engine.engine import Engine
-from slipstream.engine.errors import ConfigError, MisuseError
+from slipstream.engine.errors import ConfigError, MisuseError, StepFailed
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.worker import WorkerLimits
@@ -21,6 +23,7 @@ from slipstream.profiling import recorder as recorder_module
 from slipstream.profiling.bench_serving import byte_tokenizer
 from slipstream.profiling.overlap_report import OverlapReport, overlap_report
 from slipstream.profiling.profile_run import Load, record, scripted_engine
+from slipstream.profiling.read_trace import read_trace
 from slipstream.profiling.recorder import LOOP_LANE, Recorder
 from slipstream.profiling.timeline import LaneKind, Timeline
 from slipstream.streams import marks
@@ -53,6 +56,37 @@ async def test_what_is_exposed_at_depth_0_is_hidden_at_depth_1() -> None:
     assert after.step.median - beside.step.median > 1_000_000
     assert after.num_tokens == after.num_steps * LOAD.rows
     assert {phase.name for phase in after.phases} >= {"schedule", "launch", "sample", "await", "commit", "send"}
+
+
+async def test_a_step_that_fails_is_what_the_recording_ends_with_and_nothing_stays_on() -> None:
+    script = Script(step_time_s=0.002, forward_faults=frozenset({20}))
+    async with Engine.on(ScriptedWorker(LIMITS, script), page_size=4) as engine:
+        with pytest.raises(StepFailed):
+            await record(engine, LOAD)
+        assert not engine.marks.marks.is_on
+    watches = [thread for thread in threading.enumerate() if thread.name == "loop-watch"]
+    for watch in watches:
+        watch.join(timeout=5)
+    assert not any(watch.is_alive() for watch in watches)
+
+
+async def test_a_trace_of_torchs_is_refused_where_there_is_none() -> None:
+    async with scripted_engine(LOAD, step_ms=2, launch_ms=0.1, overlap=True) as engine:
+        with pytest.raises(ConfigError, match="only of CUDA"):
+            await record(engine, LOAD, torch_trace=Path("unused.json.gz"))
+        with pytest.raises(ConfigError, match="5 are more than the engine's 4"):
+            await record(engine, replace(LOAD, rows=5))
+
+
+def test_what_torchs_profiler_writes_is_kept_where_it_is_wanted(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(8, 8).mm(torch.ones(8, 8))
+    kept = tmp_path / "kept.json.gz"
+    timeline = recorder_module._exported(profile, kept)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json.gz"]
+    assert "aten::mm" in {span.name for lane in read_trace(kept).lanes for span in lane.spans()}
+    assert len(timeline.lanes) == len(read_trace(kept).lanes)
 
 
 async def test_requests_and_their_text_have_their_times() -> None:

@@ -319,10 +319,10 @@ def overlap_report(
 ) -> None:
     """Report on traces that were recorded before, by whatever engine: step, idle, exposed and hidden host time, stalls."""
     from .profiling import profile_run as run
-    from .profiling.read_trace import read_trace
+    from .profiling.read_trace import read_traces
 
     options = run.ReportOptions(step_range=step_range, burst_gap_us=burst_gap_us, stall_ms=stall_ms)
-    timelines = [read_trace(file) for file in files]
+    timelines = read_traces(files)
     reports = run.reports_of(timelines, options) if out is None else run.write_all(timelines, out, options)
     typer.echo(run.reports_text(reports))
 

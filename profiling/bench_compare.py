@@ -17,6 +17,7 @@ from ..engine.errors import ConfigError
 NOTABLE: Final = 0.03
 # What a number's name says of its direction. Counts and sizes have none.
 _MORE_IS_BETTER = re.compile(r"per_s$|tok_s|tokens_s$|gb_s$|ratio|speedup|goodput|hidden", re.IGNORECASE)
+_NO_DIRECTION = re.compile(r"(start|end|window|busy|limit)_ns$")  # moments, and sums that grow with what was recorded
 _LESS_IS_BETTER = re.compile(r"(^|[_ ,])(ms|us|ns|s|seconds)(_p?\d+)?$|(_|, )(ms|us|ns)[_ .]|idle|exposed")
 
 
@@ -85,7 +86,7 @@ def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
 
 def _row(name: str, before: float, after: float) -> Row:
     row = Row(name, before, after, "")
-    if abs(row.ratio - 1) < NOTABLE:
+    if abs(row.ratio - 1) < NOTABLE or _NO_DIRECTION.search(name):
         return row
     grows = row.ratio > 1
     if _MORE_IS_BETTER.search(name):

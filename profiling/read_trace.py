@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from .read_chrome import read_chrome
 from .read_nsys import read_nsys
 from .timeline import Timeline, TraceError
+
+
+def read_traces(paths: Sequence[str | Path]) -> list[Timeline]:
+    """Several traces, each with a source that is its own: recordings of one engine are told apart by their files.
+
+    Raises: TraceError naming file and reason.
+    """
+    timelines = [read_trace(path) for path in paths]
+    count = Counter(timeline.source for timeline in timelines)
+    for path, timeline in zip(paths, timelines, strict=True):
+        if count[timeline.source] > 1:
+            timeline.source += f", {path}"
+    return timelines
 
 
 def read_trace(path: str | Path) -> Timeline:

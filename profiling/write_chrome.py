@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Final
 
@@ -12,7 +12,7 @@ import orjson
 
 from ..streams.marks import LAUNCH
 from .read_chrome import OWN_MEMBER
-from .timeline import NO_CORRELATION, NO_STEP, Lane, LaneKind, Timeline
+from .timeline import NO_CORRELATION, NO_STEP, Lane, LaneKind, StepFacts, Timeline
 
 # Which group of tracks a lane stands in, and in which order.
 GROUPS: Final = {
@@ -60,7 +60,7 @@ def _pieces(timeline: Timeline) -> Iterator[bytes]:
     yield b'{"displayTimeUnit":"ms","' + OWN_MEMBER.encode() + b'":' + orjson.dumps(own) + b',"traceEvents":[\n'
     separator = b""
     batch: list[bytes] = []
-    for event in _events(lanes, places, origin):
+    for event in _events(lanes, places, origin, timeline.facts):
         batch.append(orjson.dumps(event))
         if len(batch) == _EVENTS_A_WRITE:
             yield separator + b",\n".join(batch)
@@ -68,7 +68,9 @@ def _pieces(timeline: Timeline) -> Iterator[bytes]:
     yield (separator if batch else b"") + b",\n".join(batch) + b"\n]}\n"
 
 
-def _events(lanes: list[Lane], places: list[tuple[int, int]], origin: int) -> Iterator[dict[str, object]]:
+def _events(
+    lanes: list[Lane], places: list[tuple[int, int]], origin: int, facts: Mapping[int, StepFacts]
+) -> Iterator[dict[str, object]]:
     for pid, name in dict.fromkeys(GROUPS[lane.kind] for lane in lanes):
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -83,6 +85,8 @@ def _events(lanes: list[Lane], places: list[tuple[int, int]], origin: int) -> It
                 args["step"] = span.step
             if span.correlation != NO_CORRELATION:
                 args["correlation"] = span.correlation
+            if lane.kind is LaneKind.LOOP and span.name == LAUNCH and span.step in facts:
+                args |= facts[span.step]._asdict()
             place = {"pid": pid, "tid": tid, "ts": (span.start_ns - origin) / 1000}
             yield {
                 "ph": "X",

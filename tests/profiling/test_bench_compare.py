@@ -57,6 +57,8 @@ def test_the_table_names_what_the_runs_differ_in_and_hides_what_is_alike() -> No
         ("0.6b.ready_s", "worse"),
         ("depth 1, 16 constrained.tokens_per_s", "better"),
         ("qwen, step_ms.8", "worse"),
+        ("slipstream, depth 1.start_ns", ""),
+        ("slipstream, depth 1.exposed_ns", "worse"),
     ],
 )
 def test_the_numbers_of_the_suites_have_a_direction(name: str, verdict: str) -> None:

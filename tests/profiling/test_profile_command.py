@@ -51,6 +51,8 @@ def test_both_depths_are_reported_beside_each_other_and_written_three_ways(
     by_depth = {name[-1]: numbers for name, numbers in result["results"].items()}
     assert by_depth["0"]["idle_share"] > by_depth["1"]["idle_share"]
     trace = json.loads(gzip.decompress((tmp_path / "deep" / "p.0.trace.json.gz").read_bytes()))
+    launches = [event["args"] for event in trace["traceEvents"] if event["name"] == "launch" and event["ph"] == "X"]
+    assert launches[3].items() >= {"rows": 2, "tokens": 2, "sampled": 2}.items()
     groups = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "process_name"}
     assert groups == {"host", "device", "requests"}
 
@@ -98,6 +100,20 @@ def test_a_trace_that_gives_no_report_is_one_line_and_a_failure(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_recordings_of_one_engine_are_told_apart_by_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("before", "after"):
+        assert run(*SCRIPTED, "--out", str(tmp_path / name)) == 0
+    files = [str(tmp_path / f"{name}.trace.json.gz") for name in ("before", "after")]
+    capsys.readouterr()
+    assert run("overlap-report", *files, "--out", str(tmp_path / "both")) == 0
+    sources = [f"slipstream, scripted device, depth 1, {file}" for file in files]
+    assert list(json.loads((tmp_path / "both.json").read_text())["results"]) == sources
+    printed = capsys.readouterr().out
+    assert all(f"{source}\n" in printed for source in sources)
 
 
 @pytest.mark.parametrize(("pattern", "message"), [("(", "is no pattern"), ("^nothing$", "no range")])

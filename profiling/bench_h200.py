@@ -229,6 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
     options = parser.parse_args(arguments)
+    if options.json:  # minutes on the card must not end for want of a folder
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     settings: dict[str, object] = {}
     for setting in options.set:
         key, value = setting.split("=", 1)

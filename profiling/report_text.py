@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from .overlap_report import WAITING, OverlapReport, Phase, Spread
+from .timeline import NO_STEP
 
 MAX_PHASES: Final = 12
 MAX_STALLS: Final = 8
@@ -119,7 +120,8 @@ def _gaps(report: OverlapReport) -> list[str]:
     lines = ["longest idle times, and what the host did in them"]
     for gap in report.gaps[:MAX_GAPS]:
         causes = ", ".join(f"{name} {_ms(length)}" for name, length in gap.causes[:4])
-        where = f"{gap.before} to {gap.after}" if gap.before != gap.after else f"in {gap.before}"
+        before, after = ("?" if step == NO_STEP else str(step) for step in (gap.before, gap.after))
+        where = f"{before} to {after}" if before != after else f"in {before}"
         lines.append(f"  {_ms(gap.end_ns - gap.start_ns):>10}  {where:>16}  {causes}")
     return lines
 

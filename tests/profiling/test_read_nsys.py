@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.profiling.overlap_report import overlap_report
 from slipstream.profiling.read_trace import read_trace
+from slipstream.profiling.report_text import report_text
 from slipstream.profiling.timeline import LaneKind, TraceError
 
 GLOBAL_TID = (0x10 << 48) | (4242 << 24) | 4243  # hardware, process and thread, packed
@@ -181,6 +182,7 @@ def test_an_export_of_2023_brings_our_marks_with_their_steps_and_graphs(nodes: b
     phases = {phase.name: (phase.exposed_ns, phase.between_ns) for phase in report.phases}
     assert phases["schedule"] == (2 * 200_000, 2 * 200_000)
     assert phases["launch"] == (2 * 100_000, 2 * 100_000)
+    assert "? to 41" in report_text(report)  # a copy without a correlation lies before it
     names = {span.name for lane in timeline.of_kind(LaneKind.DEVICE) for span in lane.spans()}
     assert {"memcpy Device-to-Host", "memset"} < names
     assert ("norm" in names, "graph 5" in names) == (nodes, not nodes)

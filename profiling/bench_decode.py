@@ -20,7 +20,7 @@ from ..engine.loader.dummy_loader import fill_dummy_weights
 from ..engine.loader.model_config import ModelConfig
 from ..engine.models.fused_decoder import DecodeRows, FusedDecoder
 from ..engine.models.registry import build_model
-from .results import write_json
+from .results import require_cuda, write_json
 
 PAGE_SIZE = 16
 
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", nargs="*", type=int, default=[], help="also list the kernels at these rows")
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
+    require_cuda()
     results: dict[str, dict[str, float]] = {}
     for folder in options.folders:
         bench = DecodeBench(Path(folder), max_rows=max(options.rows), context=options.context)

@@ -27,7 +27,7 @@ from ..engine.kernels.sampling import make_sampler_workspace, sample
 from ..engine.kernels.silu_mul import silu_mul
 from ..engine.kernels.small_gemm import make_split_workspace
 from ..engine.sampling.sampling_table import SamplingTable
-from .results import write_json
+from .results import require_cuda, write_json
 
 DEVICE = "cuda"
 PAGE_SIZE = 16
@@ -258,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sections", nargs="*", default=list(SECTIONS), help="all of them if none is named")
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
+    require_cuda()
     sheet = Sheet(copy_rate())
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy moves {sheet.rate / 1e6:.2f} TB/s")
     print(f"{'':44}{'us':>10}{'MB':>11}{'of copy':>9}{'library':>10}")

@@ -35,7 +35,7 @@ from ..engine.models.registry import build_model
 from ..engine.scheduler.schedule_batch import ScheduleBatch
 from ..streams.graph import GraphPool
 from .bench_decode import kernel_table
-from .results import write_json
+from .results import require_cuda, write_json
 
 PAGE_SIZE = 16
 NUM_ROWS = 256
@@ -175,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", nargs="*", type=int, default=[], help="also list the kernels at these tokens")
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
+    require_cuda()
     results = {}
     for folder in options.folders:
         results[Path(folder).name] = report(Path(folder), tokens=options.tokens, kernels=options.kernels)

@@ -22,7 +22,7 @@ import torch
 
 from ..streams.cuda_lane import CudaLane, cuda_host_func_launcher
 from ..streams.wake import EventWaiter, HostFuncWaiter, ThreadWaiter
-from .results import write_json
+from .results import require_cuda, write_json
 
 GAPS_MS = (0.2, 1.0, 5.0)
 SLICE_LOOPS = 3000  # of an empty Python loop: some 50 to 100 µs between two turns of a busy event loop
@@ -158,8 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=tuple(STRATEGIES))
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_wake measures CUDA events, and no NVIDIA GPU answers here")
+    require_cuda()
     table = print_table(options.samples, options.loops, options.strategies)
     if options.uvloop:
         import uvloop

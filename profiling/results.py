@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..engine.errors import ConfigError
+
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "uvloop", "starlette", "uvicorn")
 
 
@@ -26,10 +28,21 @@ def environment() -> dict[str, object]:
 
 
 def write_json(path: str | Path, benchmark: str, results: Mapping[str, object]) -> None:
-    """Write `results` with the environment beside them."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    """Write `results` with the environment beside them. Raises: ConfigError if that cannot be."""
     content = {"benchmark": benchmark, "environment": environment(), "results": results}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}", field="json") from error
+
+
+def require_cuda() -> None:
+    """Raises: ConfigError if no device answers that a benchmark of the device alone could measure."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("this measures CUDA, and no NVIDIA GPU answers here", field="device")
 
 
 def _commit() -> str:

@@ -80,6 +80,24 @@ def test_every_suite_writes_its_result_as_json_if_asked(suite: str, capsys: pyte
     assert said.startswith((f"usage: bench_{suite} ", f"usage: bench {suite} "))
 
 
+@pytest.mark.parametrize("arguments", [["decode", "x"], ["prefill", "x"], ["kernels"], ["wake"]])
+def test_a_suite_of_the_card_says_in_a_line_that_there_is_none(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *arguments])
+    assert stopped.value.code == 2
+    assert "no NVIDIA GPU answers" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_names_the_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write .*x\.json"):
+        write_json(tmp_path / "file" / "x.json", "host", {})
+
+
 def test_what_is_alike_is_counted_also_where_all_is_shown() -> None:
     text = comparison(BEFORE, AFTER, shows_all=True)
     assert text.splitlines()[-1] == "5 numbers in both, 1 of them alike within 3%"

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import random
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -129,6 +131,23 @@ def _take(event: dict[str, object], answer: Answer) -> None:
         answer.num_tokens = usage["completion_tokens"]
 
 
+def first_model_blocking(url: str, key: str | None) -> str:
+    """The first model that a server says it has. Raises: ConfigError if it does not say."""
+    request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+        raise ConfigError(f"{url}/v1/models does not say what is served there: {error}") from error
+
+
+def base_url(url: str) -> str:
+    """The address without OpenAI's `/v1`, which clients are told with or without. Raises: ConfigError."""
+    if not url.startswith("http://"):
+        raise ConfigError(f"{url!r} is no address of the form http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
+
+
 async def drive(url: str, model: str, key: str | None, load: OpenLoad) -> dict[str, float]:
     """Put the load on one server and summarise what its clients saw."""
     started = time.perf_counter() + 0.05
@@ -167,14 +186,21 @@ def summary(answers: Sequence[Answer], rate: float) -> dict[str, float]:
     return result
 
 
-async def measure(servers: dict[str, str], model: str, key: str | None, load: OpenLoad) -> dict[str, dict[str, float]]:
-    """A row a server, printed as it comes."""
+async def measure(
+    servers: dict[str, str], model: str | None, key: str | None, load: OpenLoad
+) -> dict[str, dict[str, float]]:
+    """A row a server, printed as it comes. All are asked for their model first: one that is not there costs no time."""
     rows: dict[str, dict[str, float]] = {}
     async with AsyncExitStack() as stack:
         if not servers:
             servers = {"scripted": await _scripted_server(stack, load)}
-        for name, url in servers.items():
-            rows[name] = await drive(url, model, key, load)
+        urls = {name: base_url(url) for name, url in servers.items()}
+        if model is None:
+            models = {name: await asyncio.to_thread(first_model_blocking, url, key) for name, url in urls.items()}
+        else:
+            models = dict.fromkeys(urls, model)
+        for name, url in urls.items():
+            rows[name] = await drive(url, models[name], key, load)
             if len(rows) == 1:
                 print(f"{'':14}" + "".join(f"{column:>15}" for column in rows[name]))
             print(f"{name:14}" + "".join(f"{value:>15.5g}" for value in rows[name].values()), flush=True)
@@ -214,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of this benchmark."""
     parser = argparse.ArgumentParser(prog="bench serving", description=__doc__.splitlines()[0])
     parser.add_argument("servers", nargs="*", metavar="NAME=URL")
-    parser.add_argument("--model", default="bench", help="the name that the servers know")
+    parser.add_argument("--model", help="the name that the servers know; by default each one's first in /v1/models")
     parser.add_argument("--key", help="bearer token")
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--requests", type=int, default=64)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from slipstream import cli
 from slipstream.engine.errors import ConfigError
-from slipstream.profiling.bench_serving import Answer, OpenLoad, drive, summary
+from slipstream.profiling.bench_serving import Answer, OpenLoad, _scripted_server, drive, measure, summary
 
 LOAD = OpenLoad(rate=200, num_requests=6, prompt_words=4, output_tokens=4)
 
@@ -47,6 +48,28 @@ def test_without_an_address_the_bench_measures_a_scripted_server(
     assert row["ttft_ms_p50"] >= 5
     assert row["itl_ms_p50"] > 3
     assert "ttft_ms_p99" in capsys.readouterr().out
+
+
+async def test_servers_are_driven_side_by_side_by_the_model_that_each_has(capsys: pytest.CaptureFixture[str]) -> None:
+    async with AsyncExitStack() as stack:
+        urls = [await _scripted_server(stack, LOAD) for _ in range(2)]
+        rows = await measure({"ours": urls[0], "peer": urls[1] + "/v1/"}, None, None, LOAD)
+    assert [(name, row["failed"]) for name, row in rows.items()] == [("ours", 0), ("peer", 0)]
+    assert capsys.readouterr().out.count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("http://127.0.0.1:9", "does not say"), ("https://x", "no address"), ("localhost:80", "no address")],
+)
+async def test_a_peer_that_is_not_there_is_said_before_anything_is_measured(
+    url: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with AsyncExitStack() as stack:
+        ours = await _scripted_server(stack, LOAD)
+        with pytest.raises(ConfigError, match=reason):
+            await measure({"ours": ours, "peer": url}, None, None, LOAD)
+    assert not capsys.readouterr().out
 
 
 ANSWERS = {

@@ -17,7 +17,6 @@ from slipstream import Engine, SamplingParams
 from slipstream.engine.forward import device_build
 from slipstream.engine.logit_rules import LogitRules
 from slipstream.engine.sampling.logit_changes import LogitChanges
-from slipstream.engine.sampling.token_counts import CountStarts, TokenCounts
 from slipstream.engine.scheduler import new_token_ratio
 from slipstream.engine.scheduler.schedule_batch import RowPenalties
 from slipstream.engine.worker import SampleInputs, WorkerLimits
@@ -184,6 +183,8 @@ def test_rows_without_penalties_launch_nothing_and_a_departed_row_takes_its_cost
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_compiled_kernel_rounds_as_the_hosts_edits_do(dtype: torch.dtype) -> None:
+    from slipstream.engine.sampling.token_counts import CountStarts, TokenCounts
+
     torch.manual_seed(0)
     device, vocab, num_rows = torch.device("cuda", 0), 151_936, 16
     relay = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)

@@ -9,6 +9,9 @@ import torch
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     # Triton reads it when it is imported, for its own library is made of kernels too: where some other test has imported
     # it by now, it is imported once more. Its compiled part stays, because that cannot be initialised twice.
+    early = [name for name in sys.modules if name.startswith("slipstream.engine.kernels.")]
+    if early:  # compiled kernels by now, and no test here would find another
+        raise RuntimeError(f"a test module collected before these imports {early[0]} at its top: import it in the test")
     os.environ["TRITON_INTERPRET"] = "1"
     for name in list(sys.modules):
         if name.split(".")[0] == "triton" and not name.startswith("triton._C"):

@@ -41,9 +41,14 @@ class Load:
     steps: int = 50
     warm_steps: int = 20
 
+    @property
+    def num_outputs(self) -> int:
+        """Of each request: enough for all that is recorded. The first decode while the prompts of the last are computed."""
+        return self.warm_steps + self.steps + 20 + self.rows // 2 + self.rows * self.prompt_tokens // 2048
+
     def max_tokens(self, limits: WorkerLimits) -> int:
-        """Outputs of each request: enough for all that is recorded. Raises: ConfigError if the model's context is too short."""
-        wanted = self.warm_steps + self.steps + 20 + self.rows // 2  # they do not all begin with the same step
+        """Outputs of each request. Raises: ConfigError if the model's context is too short for them."""
+        wanted = self.num_outputs
         if self.prompt_tokens + wanted > limits.max_model_len:
             raise ConfigError(
                 f"{self.prompt_tokens} prompt tokens and {wanted} steps are more than the model's {limits.max_model_len}",
@@ -70,9 +75,6 @@ async def record(
         for _ in range(load.rows):
             prompt = [choose.randrange(limits.vocab_size) for _ in range(load.prompt_tokens)]
             streams.append(await stack.enter_async_context(engine.generate(prompt, params)))
-        # All have begun once each has brought a token; then the last one's tokens count the steps.
-        for stream in streams:
-            await anext(stream)
         try:
             return await _recorded(streams, recorder, load)
         except BaseExceptionGroup as group:  # the tasks' first failure says what happened
@@ -83,8 +85,11 @@ async def record(
 
 
 async def _recorded(streams: Sequence[TokenStream], recorder: Recorder, load: Load) -> Timeline:
-    """Read all streams, and record once the last one's tokens have counted the warm steps."""
+    """Read all streams, and record once all have begun and the last one's tokens have counted the warm steps."""
     async with asyncio.TaskGroup() as group:
+        # A stream is submitted by its first read: all together, so that none ends before the last begins.
+        firsts = [group.create_task(_first(stream)) for stream in streams]
+        await asyncio.wait(firsts)
         readers = [group.create_task(_drain(stream)) for stream in streams[:-1]]
         for _ in range(load.warm_steps):
             await anext(streams[-1])
@@ -99,6 +104,10 @@ async def _recorded(streams: Sequence[TokenStream], recorder: Recorder, load: Lo
     return timeline
 
 
+async def _first(stream: TokenStream) -> None:
+    await anext(stream)
+
+
 async def _drain(stream: TokenStream) -> None:
     async for _ in stream:
         pass
@@ -106,7 +115,7 @@ async def _drain(stream: TokenStream) -> None:
 
 def scripted_engine(load: Load, *, step_ms: float, launch_ms: float, overlap: bool) -> Engine:
     """An engine over a device that only keeps time: what remains is what the host costs."""
-    longest = load.prompt_tokens + load.steps + load.warm_steps + load.rows + 40
+    longest = load.prompt_tokens + load.num_outputs + 16
     limits = WorkerLimits(
         num_pages=load.rows * (longest // 16 + 2),
         page_size=16,

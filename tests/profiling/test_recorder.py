@@ -58,6 +58,15 @@ async def test_what_is_exposed_at_depth_0_is_hidden_at_depth_1() -> None:
     assert {phase.name for phase in after.phases} >= {"schedule", "launch", "sample", "await", "commit", "send"}
 
 
+@pytest.mark.parametrize("shape", [{"rows": 96, "prompt_tokens": 8}, {"rows": 24, "prompt_tokens": 3000}])
+async def test_every_row_decodes_in_every_step_that_is_recorded(shape: dict[str, int]) -> None:
+    load = replace(LOAD, steps=12, **shape)
+    async with scripted_engine(load, step_ms=1, launch_ms=0, overlap=True) as engine:
+        timeline = await record(engine, load)
+    assert len(timeline.facts) >= 10
+    assert {(facts.rows, facts.tokens) for facts in timeline.facts.values()} == {(load.rows, load.rows)}
+
+
 async def test_a_step_that_fails_is_what_the_recording_ends_with_and_nothing_stays_on() -> None:
     script = Script(step_time_s=0.002, forward_faults=frozenset({20}))
     async with Engine.on(ScriptedWorker(LIMITS, script), page_size=4) as engine:

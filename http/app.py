@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,8 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..engine.engine import Engine
-from .endpoint import Endpoint, request_id_of
-from .failures import Refused, failure_of
+from .endpoint import Call, Endpoint
+from .failures import Refused
 from .fan_out import FanOut
 from .front import Front, Recorder
 from .metrics import FrontMetrics
@@ -81,7 +82,7 @@ def create_app(
     )
     step_times.attach(engine)
     keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())
-    middleware = [Middleware(KeyGate, keys=keys, admin_key=admin_key)]
+    middleware = [Middleware(KeyGate, front=front, keys=keys, admin_key=admin_key)]
     if cors_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -91,7 +92,11 @@ def create_app(
             expose_headers=["x-request-id", "retry-after"],
         )
         middleware.insert(0, cors)
-    handlers = {HTTPException: _no_such_endpoint}
+
+    async def no_such_endpoint(request: Request, error: Exception) -> Response:
+        return cast(Response, _refusing(front, error))  # it is called as an app, as a response is
+
+    handlers = {HTTPException: no_such_endpoint}
     operations = [each for each in OPERATIONS if admin_key is not None or not each.is_admin]
     return Starlette(routes=_routes(front, operations), middleware=middleware, exception_handlers=handlers)
 
@@ -114,8 +119,9 @@ def _routes(front: Front, operations: Sequence[Operation]) -> list[Route]:
 class KeyGate:
     """Lets a request through only with the key that its path wants."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, front: Front, keys: Sequence[str], admin_key: str | None) -> None:
         self._app = app
+        self._front = front
         self._keys = [key.encode() for key in keys]
         self._admin_keys = [admin_key.encode()] if admin_key is not None else []
 
@@ -128,7 +134,7 @@ class KeyGate:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-            await failure_of(refused).response(request_id_of(scope))(scope, receive, send)
+            await _refusing(self._front, refused)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -145,5 +151,10 @@ class KeyGate:
         return scheme.lower() == b"bearer" and any(matches)
 
 
-async def _no_such_endpoint(request: Request, error: Exception) -> Response:
-    return failure_of(error).response(request_id_of(request.scope))
+def _refusing(front: Front, error: Exception) -> Endpoint:
+    """An endpoint that answers with `error`, so that it is counted and logged as all errors are."""
+
+    async def refuse(_: Front, call: Call) -> Response:
+        raise error
+
+    return Endpoint(front, refuse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import socket
 from collections.abc import Callable
 from time import perf_counter
@@ -25,6 +26,7 @@ MAX_HEAD_BYTES = 64 << 10
 WRITE_BUFFER_BYTES = 16 << 10  # what waits in this process for a slow reader before its stream coalesces
 SOCKET_BUFFER_BYTES = 256 << 10  # what waits in the kernel; left to itself that grows to megabytes
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 20, 5, 4  # a silent loss is noticed within 40 s
+_UPGRADE = re.compile(rb"(?<=\n)upgrade:", re.IGNORECASE)
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -103,6 +105,7 @@ class ServedConnection(HttpToolsProtocol):
         self._turnstile = turnstile
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
+        self._reads_head = True  # and not a body
         self.is_writable = False
         self.has_timed_out = False
         self._watchers: list[Callable[[], None]] | None = []  # None: the connection is lost
@@ -156,6 +159,8 @@ class ServedConnection(HttpToolsProtocol):
             if self._num_head_bytes > MAX_HEAD_BYTES and b"\r\n\r\n" not in data:
                 self._refuse(_TOO_LARGE)
                 return
+        if self._reads_head:
+            data = _without_upgrade(data)
         super().data_received(data)
 
     def pause_writing(self) -> None:
@@ -176,7 +181,12 @@ class ServedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_came()
+        self._reads_head = False
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._reads_head = True
+        super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         scope = cast("dict[str, Any]", cycle.scope)
@@ -206,6 +216,18 @@ class ServedConnection(HttpToolsProtocol):
         if not self.is_busy:
             self.transport.write(answer)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """`data` with its first head asking for no other protocol, as a server that speaks only this one may read it.
+
+    The parser would drop the body behind such a head. Java's client offers HTTP/2 in every request without TLS.
+    """
+    end = data.find(b"\r\n\r\n")
+    end = len(data) if end < 0 else end
+    if _UPGRADE.search(data, 0, end) is None:
+        return data
+    return _UPGRADE.sub(b"x-declined-upgrade:", data[:end]) + data[end:]
 
 
 def _notice_silent_loss(sock: socket.socket, write_timeout_s: float) -> None:

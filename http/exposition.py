@@ -38,13 +38,16 @@ class _Snapshot(Collector):
 
     def _engine_gauges(self) -> Iterator[Metric]:
         stats = self._front.engine.stats
-        used = 1.0 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
+        held = stats.num_pages - stats.num_free_pages - stats.num_cached_pages  # as vLLM counts: the cache gives way
         yield self._gauge("num_requests_running", "Requests in the running batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV pages that are not free, 0 to 1.", used)
+        text = "Share of the KV pages that requests hold, 0 to 1."
+        yield self._gauge("kv_cache_usage_perc", text, held / stats.num_pages if stats.num_pages else 0.0)
         yield self._gauge("num_pages", "KV pages.", stats.num_pages)
         yield self._gauge("num_free_pages", "KV pages that hold nothing.", stats.num_free_pages)
-        yield self._gauge("num_cached_pages", "KV pages that hold the prefix cache.", stats.num_cached_pages)
+        yield self._gauge(
+            "num_cached_pages", "KV pages of the prefix cache that no request holds.", stats.num_cached_pages
+        )
 
     def _engine_counters(self) -> Iterator[Metric]:
         stats = self._front.engine.stats

@@ -48,7 +48,11 @@ class Operation:
 
 async def openapi(front: Front, call: Call) -> Response:
     """This document."""
-    return json_response(document(OPERATIONS))
+    described = document(OPERATIONS)
+    root_path = call.request.scope.get("root_path", "")
+    if root_path:
+        described["servers"] = [{"url": root_path}]
+    return json_response(described)
 
 
 OPERATIONS: tuple[Operation, ...] = (

@@ -60,6 +60,7 @@ async def test_pages_hits_drains_aborts_and_errors_are_counted(serving: Any) -> 
         gone = await served.connect()
         await gone.send("POST", "/v1/completions", {**LONG, "max_tokens": 400, "stream": True})
         await gone.read_until(lambda answer: b"data:" in answer.body)
+        busy = await numbers(served)
         gone.close()
         while not served.engine.num_aborted:
             await asyncio.sleep(0)
@@ -69,7 +70,9 @@ async def test_pages_hits_drains_aborts_and_errors_are_counted(serving: Any) -> 
     assert seen["prefix_cache_hits_total"] >= 36
     assert seen["prefix_cache_queries_total"] >= 80
     assert seen["num_pages"] == seen["num_free_pages"] + seen["num_cached_pages"] == 256
-    assert 0 < seen["kv_cache_usage_perc"] < 1
+    assert 0 < busy["kv_cache_usage_perc"] < 1
+    assert seen["num_cached_pages"] > 0
+    assert seen["kv_cache_usage_perc"] == 0, "what only the cache holds is there for the asking"
     assert (seen["num_aborts_total"], seen["num_hang_ups_total"]) == (1, 1)
     assert seen["http_errors_total{400}"] == 1
     assert {"num_drains_total", "num_preemptions_total", "loop_lag_seconds_count", "stream_frames_total"} <= set(seen)
@@ -90,6 +93,31 @@ async def test_a_request_s_line_says_how_it_went(serving: Any, caplog: pytest.Lo
     assert re.fullmatch(pattern, good.getMessage()), good.getMessage()
     assert good.request["output_tokens"] == 20  # type: ignore[attr-defined]
     assert re.fullmatch(r"request_id=bad path=/v1/completions status=400 seconds=[\d.]+", bad.getMessage())
+
+
+async def test_wrong_keys_and_paths_are_counted_and_logged_as_other_errors_are(
+    serving: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(api_key="k", admin_key="root") as served:
+        with caplog.at_level(logging.INFO, "slipstream.http"):
+            refused = await served.post("/v1/completions", LONG, x_request_id="nokey")
+            await served.post("/flush_cache", None, authorization="Bearer k")
+            lost = await served.post("/v2/nothing", LONG, authorization="Bearer k")
+            wrong = await served.ask("GET", "/v1/completions", authorization="Bearer k")
+        seen = await numbers(served)
+    assert refused.headers["x-request-id"] == "nokey"
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert (lost.json["error"]["code"], wrong.json["error"]["code"]) == ("not_found", "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    assert {status: seen[f"http_errors_total{{{status}}}"] for status in (401, 404, 405)} == {401: 2, 404: 1, 405: 1}
+    lines = [record.getMessage() for record in caplog.records if record.name == "slipstream.http"]
+    assert [line.split(" seconds")[0].split(" ", 1)[1] for line in lines] == [
+        "path=/v1/completions status=401",
+        "path=/flush_cache status=401",
+        "path=/v2/nothing status=404",
+        "path=/v1/completions status=405",
+    ]
+    assert lines[0].startswith("request_id=nokey ")
 
 
 async def test_a_prompt_is_logged_only_where_that_was_asked_for(serving: Any, caplog: pytest.LogCaptureFixture) -> None:

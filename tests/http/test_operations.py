@@ -279,7 +279,7 @@ async def test_streams_and_hang_ups_work_over_tls(certificate: tuple[str, str], 
                 pass
 
 
-async def test_a_root_path_is_cut_off_before_the_routes(serving: Any) -> None:
+async def test_a_root_path_is_cut_off_before_the_routes(serving: Any, connect: Any) -> None:
     async with serving(api_key="k") as served:
         app = create_app(served.engine, served_model_name="tiny", api_key="k")
         async with HttpServer(app, port=0, root_path="/llm") as server:
@@ -287,6 +287,10 @@ async def test_a_root_path_is_cut_off_before_the_routes(serving: Any) -> None:
             writer.write(b"GET /health HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n")
             assert b"200 OK" in await reader.read()
             writer.close()
+            client = await connect(server.port)
+            await client.send("GET", "/openapi.json", authorization="Bearer k")
+            assert (await client.answer()).json["servers"] == [{"url": "/llm"}], "as clients of the proxy see it"
+        assert "servers" not in (await served.ask("GET", "/openapi.json", authorization="Bearer k")).json
 
 
 def test_settings_that_cannot_work_are_refused_by_name() -> None:

@@ -14,7 +14,9 @@ from slipstream.engine.scripted_worker import Script
 async def test_a_response_comes_whole_and_streamed_with_the_same_text(serving: Any) -> None:
     async with (
         serving(Script(token_of=lambda seed, history: sum(history) % 90 + 40)) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        ) as client,
     ):
         asked: dict[str, Any] = {"model": "tiny", "input": "the stones", "temperature": 0, "max_output_tokens": 20}
         whole = await client.responses.create(**asked, instructions="be brief")
@@ -48,7 +50,9 @@ class Verdict(BaseModel):
 async def test_a_format_of_the_text_is_enforced_and_the_client_parses_it(serving: Any) -> None:
     async with (
         serving() as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        ) as client,
     ):
         for _ in range(3):
             parsed = await client.responses.parse(model="tiny", input="x", text_format=Verdict, max_output_tokens=300)

@@ -68,7 +68,9 @@ async def test_items_come_whole_and_as_events_that_add_up_to_them(
     loose = asked(tools=[{**ADD, "strict": False}, NOW])
     async with (
         serving(Script(token_of=scripted.saying(text))) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        ) as client,
     ):
         served.engine.chat_template = ChatTemplate(TEMPLATE)
         whole = await client.responses.create(**loose)
@@ -96,7 +98,9 @@ async def test_items_come_whole_and_as_events_that_add_up_to_them(
 async def test_what_came_out_goes_in_again_with_the_outputs_of_the_calls(serving: Any, scripted: Any) -> None:
     async with (
         serving(Script(token_of=scripted.saying(CALLS))) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        ) as client,
     ):
         served.engine.chat_template = ChatTemplate(TEMPLATE)
         first = await client.responses.create(**asked(tools=[NOW]))

@@ -58,8 +58,7 @@ function show(now) {
   tell("host", host === null ? "–" : `${ms(host)} ms of ${ms(step)}`);
   const held = stats.num_pages - stats.num_free_pages - stats.num_cached_pages;
   at("pages-meter").value = stats.num_pages ? held / stats.num_pages : 0;
-  const [inUse, cached_, all] = [held, stats.num_cached_pages, stats.num_pages].map((n) => n.toLocaleString("en"));
-  tell("pages", `${inUse} of ${all}, ${cached_} cached`);
+  tell("pages", `${held.toLocaleString("en")} of ${stats.num_pages.toLocaleString("en")}`);
   const cached = stats.num_prompt_tokens ? stats.num_cached_tokens / stats.num_prompt_tokens : 0;
   tell("cache", `${(cached * 100).toFixed(0)} % of prompt tokens`);
   tell("steps", [stats.num_steps, stats.num_drains, stats.num_retractions].map((n) => n.toLocaleString("en")).join(" · "));

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from .errors import MisuseError, RequestError
+from .grammar_probe import probed_blocking
 from .grammar_session import CompiledGrammar, GrammarBackend, GrammarSession, GrammarSpec
 from .logit_rules import either, mask_of, without
 
@@ -67,15 +68,15 @@ class TriggeredBackend:
     def compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises: RequestError."""
         if spec.kind != "triggered":
-            return self._backend.compile_blocking(spec)
+            return self._library(spec)
         if self._vocabulary is None:
             self._vocabulary = _Vocabulary(self._token_bytes, self._end_ids)
         triggers = read_triggers(spec.source)
-        parts = [
-            (marker.encode(), self._backend.compile_blocking(_as_json(schema)))
-            for marker, schema in triggers.schemas.items()
-        ]
+        parts = [(marker.encode(), self._library(_as_json(schema))) for marker, schema in triggers.schemas.items()]
         return TriggeredGrammar(self._vocabulary, parts, triggers)
+
+    def _library(self, spec: GrammarSpec) -> CompiledGrammar:
+        return probed_blocking(self._backend.compile_blocking(spec), spec)
 
 
 def _as_json(schema: Any) -> GrammarSpec:

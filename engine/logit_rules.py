@@ -8,12 +8,16 @@ request's changes are the same at any depth, after retraction, and in any compan
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from .grammar_session import GrammarSession
 from .sampling_params import SamplingParams
+
+SLOW_TOKEN_S: Final = 0.05  # of a grammar: the loop stands still meanwhile
+MAX_SLOW_TOKENS: Final = 4  # in a row; a busy machine may well be slow once or twice
 
 
 class LogitEdit(NamedTuple):
@@ -42,11 +46,13 @@ class LogitRules:
         "_frequency",
         "_ids",
         "_mask",
+        "_num_slow",
         "_places",
         "_presence",
         "_repetition",
         "_seen",
         "_sequences",
+        "_spent_s",
         "_takes",
         "grammar",
     )
@@ -82,6 +88,8 @@ class LogitRules:
         self._sequences = tuple((array("i", ids[:-1]), ids[-1]) for ids in bad_sequences if len(ids) > 1)
         self._mask = mask_of(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
         self.grammar = grammar
+        self._spent_s = 0.0  # by the grammar on the token under way
+        self._num_slow = 0
 
     def edit(self, index: int, ids: array[int]) -> LogitEdit | None:
         """The sparse changes after the history `ids`. O(new tokens), and a copy of the columns."""
@@ -103,17 +111,26 @@ class LogitRules:
         """The packed mask of the ids that may be drawn next, if not all may."""
         if self.grammar is None:
             return self._mask
+        started = time.perf_counter()
         filled = self.grammar.fill()
+        self._spent_s = time.perf_counter() - started
         if filled is None or self._mask is None:
             return self._mask if filled is None else filled
         return both(filled, self._mask)
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a drawn token that is no end id. Returns whether nothing can follow it; raises if it may not come."""
+        """Go on by a drawn token that is no end id. Returns whether nothing can follow it; raises if it may not come, or
+        if the grammar is slow token after token.
+        """
         if self.grammar is None:
             return False
+        started = time.perf_counter()
         if not self.grammar.accept(token_id):
             raise ValueError(f"its grammar does not allow the drawn token {token_id}")
+        self._spent_s += time.perf_counter() - started
+        self._num_slow = self._num_slow + 1 if self._spent_s > SLOW_TOKEN_S else 0
+        if self._num_slow > MAX_SLOW_TOKENS:
+            raise ValueError(f"its grammar takes {1e3 * self._spent_s:.0f} ms a token, which holds up everybody")
         return self.grammar.is_over
 
     def _catch_up(self, ids: array[int], seen: int) -> None:

@@ -7,6 +7,7 @@ none. Of a `format` the shape is enforced, not the calendar.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -31,17 +32,23 @@ _OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
     "null": frozenset(),
 }  # fmt: skip
 _TYPED: Final = frozenset[str]().union(*_OF_TYPE.values())
+_BOUNDS: Final = _OF_TYPE["number"]
+_NAMING: Final = frozenset({"properties", "patternProperties"})
 _ALONE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _FORMATS: Final = frozenset(
     {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uri", "uri-reference", "uuid"}
 )  # fmt: skip
 _ESCAPED_IN_JSON: Final = re.compile(r'"|\\\\|\\[nrtfvxuc0]')
 _LOOKAROUND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?!:)|\\[bB1-9])")
+# The libraries do not agree on what these are, or take the letter for itself.
+_NO_COMMON_MEANING: Final = re.compile(r"\\(?![dDwWsSpP])[A-Za-z]|\[\^?\[|&&")
+_ESCAPE_OR_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]")
+NUM_DECIMALS: Final = 6  # of a bound of a number: what is below, the libraries drop
 
 
 def check_schema(schema: Any) -> None:
     """Raises: RequestError with the path of the first keyword that cannot be enforced, such as `$.properties.a.not`."""
-    _Check(schema).visit(schema, "$", 0)
+    _Check(schema).run()
 
 
 def _refuse(path: str, why: str) -> RequestError:
@@ -55,10 +62,18 @@ class _Check:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._seen: set[int] = set()  # by identity
+        self._targets: list[tuple[Any, str]] = []  # of references, which may point to where no keyword leads
 
-    def visit(self, schema: Any, path: str, depth: int) -> None:
-        if schema is True:
+    def run(self) -> None:
+        self._visit(self._root, "$", 0)
+        while self._targets:
+            self._visit(*self._targets.pop(), 0)
+
+    def _visit(self, schema: Any, path: str, depth: int) -> None:
+        if schema is True or id(schema) in self._seen:
             return
+        self._seen.add(id(schema))
         if depth > MAX_DEPTH:
             raise _refuse(path, f"is nested deeper than {MAX_DEPTH}")
         if not isinstance(schema, dict):
@@ -78,14 +93,14 @@ class _Check:
             self._keyword(schema, name, value, at, types)
         for name in ("$defs", "definitions"):
             for key, each in _members(schema.get(name, {}), f"{path}.{name}"):
-                self.visit(each, key, depth + 1)
+                self._visit(each, key, depth + 1)
         for key, each in _children(schema, path):
-            self.visit(each, key, depth + 1)
+            self._visit(each, key, depth + 1)
 
     def _types(self, schema: dict[str, Any], path: str) -> tuple[str, ...]:
         given = schema.get("type", ())
         types = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
-        if not isinstance(types, tuple) or any(each not in _OF_TYPE for each in types):
+        if not isinstance(types, tuple) or not all(isinstance(each, str) and each in _OF_TYPE for each in types):
             raise _refuse(f"{path}.type", "is no type of JSON")
         if types and any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf")):
             raise _refuse(f"{path}.type", "is not enforced beside a reference or a combination")
@@ -102,31 +117,55 @@ class _Check:
             )
         elif name in ("enum", "const"):
             for each in value if name == "enum" and isinstance(value, list) else [value]:
+                if _is_infinite(each):
+                    raise _refuse(at, "has a number that JSON cannot have")
                 if types and not any(_is_of(each, kind) for kind in types):
                     raise _refuse(at, "has a value that is not of the type beside it")
         elif name == "required":
             self._required(schema, value, at)
-        elif name == "format" and value not in _FORMATS:
+        elif name == "format" and not (isinstance(value, str) and value in _FORMATS):
             raise _refuse(at, f"is not one of {', '.join(sorted(_FORMATS))}")
         elif name in ("minLength", "maxLength") and ("pattern" in schema or "format" in schema):
             raise _refuse(at, "is not enforced beside pattern or format")
-        elif name == "pattern" and ("format" in schema or not isinstance(value, str) or _LOOKAROUND.search(value)):
-            raise _refuse(at, "uses look-around, back-references or word boundaries, or stands beside format")
-        elif name == "pattern" and _ESCAPED_IN_JSON.search(value):
-            raise _refuse(at, "names characters that JSON has to escape")
-        elif name == "multipleOf" and "number" in types:
-            raise _refuse(at, "is only enforced for integers")
-        elif name == "propertyNames":
-            if "patternProperties" in schema or not isinstance(value, dict) or set(value) - {"type"} != {"pattern"}:
-                raise _refuse(at, "is only enforced as a pattern, and not beside patternProperties")
-            self._keyword(value, "pattern", value["pattern"], f"{at}.pattern", ("string",))
+        elif name == "pattern":
+            if "format" in schema:
+                raise _refuse(at, "is not enforced beside format")
+            _check_pattern(value, at)
+        elif name in _BOUNDS:
+            _check_bound(schema, name, value, at, types)
+        elif name == "multipleOf" and ("number" in types or not _is_of(value, "integer") or _BOUNDS & schema.keys()):
+            raise _refuse(at, "is only enforced for integers, as a whole number, and without bounds")
+        elif name in ("patternProperties", "propertyNames", "minProperties"):
+            self._names(schema, name, value, at)
+
+    def _names(self, schema: dict[str, Any], name: str, value: Any, at: str) -> None:
+        """What is asked of the names of properties."""
+        if name == "minProperties":
+            # A name that is free may come twice, which counts as one.
+            is_free = schema.get("additionalProperties") is not False or "patternProperties" in schema
+            if (is_free or "propertyNames" in schema) and not (isinstance(value, int) and value <= 1):
+                raise _refuse(
+                    at, "is only enforced where additionalProperties is false and no pattern names a property"
+                )
+        elif name == "patternProperties":
+            for key, _ in _members(value, at):
+                _check_pattern(key[len(at) + 1 :], key)
+            patterns = list(value)
+            if len(patterns) > 1 or "properties" in schema:
+                raise _refuse(at, "is only enforced with one pattern, and not beside properties")
+            if schema.get("additionalProperties") is not False and not all(map(_is_whole, patterns)):
+                raise _refuse(at, "is only enforced for whole names (^…$), or where additionalProperties is false")
+        else:
+            if _NAMING & schema.keys() or not isinstance(value, dict) or set(value) - {"type"} != {"pattern"}:
+                raise _refuse(at, "is only enforced as a pattern, and not beside properties or patternProperties")
+            _check_pattern(value["pattern"], f"{at}.pattern")
 
     def _required(self, schema: dict[str, Any], value: Any, at: str) -> None:
         properties = schema.get("properties", {})
         if not isinstance(value, list) or not isinstance(properties, dict):
             raise _refuse(at, "is no list of names")
         for index, name in enumerate(value):
-            if name not in properties:
+            if not isinstance(name, str) or name not in properties:
                 raise _refuse(f"{at}[{index}]", "is not among the properties")
         if value and "patternProperties" in schema:
             raise _refuse(at, "is not enforced beside patternProperties")
@@ -140,8 +179,48 @@ class _Check:
             if not isinstance(target, dict) or part not in target:
                 raise _refuse(at, "points nowhere")
             target = target[part]
-        if value not in ("#", "#/") and not value.startswith("#/"):
+        if value != "#" and not value.startswith("#/"):
             raise _refuse(at, "is an anchor")
+        self._targets.append((target, f"${value[1:].replace('/', '.')}"))
+
+
+def _check_pattern(value: Any, at: str) -> None:
+    if not isinstance(value, str) or _LOOKAROUND.search(value):
+        raise _refuse(at, "uses look-around, back-references or word boundaries")
+    if _ESCAPED_IN_JSON.search(value):
+        raise _refuse(at, "names characters that JSON has to escape")
+    if _NO_COMMON_MEANING.search(value):
+        raise _refuse(at, "uses what is not a pattern everywhere")
+    # Libraries read over an anchor within a pattern; at the ends of an alternative it means what they do anyway.
+    bare = _ESCAPE_OR_CLASS.sub("x", value)
+    parts = bare.split("|") if "(" not in bare else [bare]
+    if any(anchor in part.removeprefix("^").removesuffix("$") for part in parts for anchor in "^$"):
+        raise _refuse(at, "has an anchor elsewhere than at its ends")
+
+
+def _is_whole(pattern: str) -> bool:
+    return pattern.startswith("^") and pattern.endswith("$") and "|" not in pattern
+
+
+def _check_bound(schema: dict[str, Any], name: str, value: Any, at: str, types: tuple[str, ...]) -> None:
+    if not _is_of(value, "number") or (isinstance(value, float) and not math.isfinite(value)):
+        raise _refuse(at, "is no number")
+    if "number" not in types:
+        return
+    if round(value, NUM_DECIMALS) != value:
+        raise _refuse(at, f"is only enforced up to {NUM_DECIMALS} decimals")
+    others = [schema[each] for each in _BOUNDS - {name} if _is_of(schema.get(each), "number")]
+    if name.startswith("exclusive") and any(0 < abs(other - value) < 1 for other in others):
+        raise _refuse(at, "is not enforced beside a bound less than 1 away")
+
+
+def _is_infinite(value: Any) -> bool:
+    """Whether a number somewhere in it is."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(map(_is_infinite, value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _members(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -197,5 +276,7 @@ def _constants(schema: dict[str, Any]) -> list[str]:
 def _separates(name: str, schemas: Sequence[dict[str, Any]]) -> bool:
     if not all(name in _constants(each) for each in schemas):
         return False
-    values = [repr(each["properties"][name]["const"]) for each in schemas]
-    return len(set(values)) == len(values)
+    values = [each["properties"][name]["const"] for each in schemas]
+    # 1 and 1.0 are one number, but neither is true.
+    keys = {(isinstance(value, bool), value) for value in values if not isinstance(value, (dict, list))}
+    return len(keys) == len(values)

@@ -57,15 +57,17 @@ class LlguidanceBackend:
     def compile_blocking(self, spec: GrammarSpec) -> LlguidanceGrammar:
         """Raises: RequestError."""
         try:
-            grammar = LlguidanceGrammar(self._tokenizer, self._source(spec), self._end_ids, self._num_words)
-            grammar.session()
+            source = self._source(spec)
+            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
         except RequestError:
             raise
         except Exception as error:  # of the library about what it was given
             raise RequestError(
                 f"the {spec.kind} cannot be used: {plain_error(error)}", param="structured_output"
             ) from error
-        return grammar
+        return LlguidanceGrammar(matcher, len(source), self._end_ids, self._num_words)
 
     def _source(self, spec: GrammarSpec) -> str:
         matcher = llguidance.LLMatcher
@@ -83,23 +85,24 @@ class LlguidanceBackend:
 
 
 class LlguidanceGrammar:
-    """A grammar's source, checked; the library compiles lazily, as sessions reach it."""
+    """A matcher at its start. Sessions are copies, which share what is compiled; the library goes on compiling as they
+    get on.
+    """
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, end_ids: Sequence[int], num_words: int) -> None:
-        self._tokenizer = tokenizer
-        self._source = source
+    def __init__(
+        self, matcher: llguidance.LLMatcher, num_source_chars: int, end_ids: Sequence[int], num_words: int
+    ) -> None:
+        self._matcher = matcher
+        self._num_source_chars = num_source_chars
         self._end_ids = tuple(end_ids)
         self._num_words = num_words
 
     @property
     def num_bytes(self) -> int:
-        return len(self._source)
+        return self._num_source_chars
 
     def session(self) -> LlguidanceSession:
-        matcher = llguidance.LLMatcher(self._tokenizer, self._source, log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return LlguidanceSession(matcher, self._end_ids, self._num_words)
+        return LlguidanceSession(self._matcher.deep_copy(), self._end_ids, self._num_words)
 
 
 class LlguidanceSession:

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.engine.errors import RequestError, StepFailed
-from slipstream.engine.logit_rules import LogitRules, both, mask_of, without
+from slipstream.engine.logit_rules import MAX_SLOW_TOKENS, SLOW_TOKEN_S, LogitRules, both, mask_of, without
 from slipstream.engine.scheduler import new_token_ratio
 from slipstream.engine.scripted_worker import Script
 from slipstream.engine.worker import SampleInputs
@@ -63,6 +63,37 @@ def test_a_bad_sequence_bans_its_last_id_only_behind_the_others():
     assert made.bans(array("i", [1, 2])) == (6, 3, 8)
     assert made.bans(array("i", [2, 1])) == (6,)
     assert made.bans(array("i", [2])) == (6, 8)
+
+
+class Grammar:
+    """Allows everything, and takes its time."""
+
+    is_over = False
+
+    def __init__(self):
+        self.clock_s = 0.0
+        self.takes_s = [0.0]
+
+    def fill(self):
+        self.clock_s += self.takes_s.pop(0) if len(self.takes_s) > 1 else self.takes_s[0]
+
+    def accept(self, token_id):
+        return True
+
+
+def test_a_grammar_that_stays_slow_ends_its_request_and_one_slow_token_does_not():
+    made, slow = rules(), SLOW_TOKEN_S * 2
+    made.grammar = grammar = Grammar()
+    with patch("slipstream.engine.logit_rules.time.perf_counter", lambda: grammar.clock_s):
+        grammar.takes_s = [*[slow] * MAX_SLOW_TOKENS, 0.0] * 3
+        for _ in range(3 * (MAX_SLOW_TOKENS + 1)):
+            made.mask()
+            assert not made.accept(1)
+        grammar.takes_s = [slow]
+        with pytest.raises(ValueError, match="100 ms a token"):
+            for _ in range(MAX_SLOW_TOKENS + 1):
+                made.mask()
+                made.accept(1)
 
 
 def test_masks_are_bits_by_id():

@@ -13,12 +13,21 @@ TREE = {
 }
 
 
+def _tagged(tag: object) -> dict[str, object]:
+    return {"type": "object", "properties": {"k": {"const": tag}}, "required": ["k"]}
+
+
 @pytest.mark.parametrize(
     "schema",
     [
         True,
         {},
-        {"type": "integer", "minimum": 1, "exclusiveMaximum": 9, "multipleOf": 2, "title": "n", "x-note": 1},
+        {"type": "integer", "minimum": 1, "exclusiveMaximum": 9, "title": "n", "x-note": 1},
+        {"type": "integer", "multipleOf": 2},
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"type": "object", "patternProperties": {"^x-": {}}, "additionalProperties": False},
+        {"type": "object", "patternProperties": {"^[a-z]+$": {"type": "integer"}}},
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "minProperties": 1},
         {"type": ["string", "null"], "minLength": 2, "description": "d"},
         {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "minItems": 1},
         {
@@ -40,6 +49,9 @@ TREE = {
         {"type": "string", "enum": ["a", "b"]},
         {"type": "string", "format": "date-time"},
         {"type": "string", "pattern": r"^\d{3}(?:-x)?$"},
+        {"type": "string", "pattern": r"^[$^a-f]\$\^$|^b"},
+        {"x-kept": {"type": "string"}, "$ref": "#/x-kept"},
+        {"$defs": {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{(n + 1) % 90}"}} for n in range(90)}},
     ],
 )
 def test_what_is_enforced_passes(schema):
@@ -70,6 +82,29 @@ def test_what_is_enforced_passes(schema):
         ({"type": "string", "pattern": "(?=a)b"}, "$.pattern"),
         ({"type": "string", "pattern": r"(a)\1"}, "$.pattern"),
         ({"type": "number", "multipleOf": 0.5}, "$.multipleOf"),
+        ({"type": "integer", "multipleOf": 2.5}, "$.multipleOf"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 3}, "$.multipleOf"),
+        ({"type": "integer", "minimum": "3"}, "$.minimum"),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "$.exclusiveMinimum"),
+        ({"type": "number", "maximum": 2e-9}, "$.maximum"),
+        ({"type": "number", "maximum": 1.001, "exclusiveMinimum": 1}, "$.exclusiveMinimum"),
+        ({"x-kept": {"not": {}}, "$ref": "#/x-kept"}, "$.x-kept.not"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/properties"}}}, "$.properties.a"),
+        ({"type": "string", "pattern": "(a$)b"}, "$.pattern"),
+        ({"type": "string", "pattern": "a^b"}, "$.pattern"),
+        ({"type": "string", "pattern": r"\Aab\z"}, "$.pattern"),
+        ({"type": "string", "pattern": "[[:alpha:]]"}, "$.pattern"),
+        ({"type": "object", "patternProperties": {"(?=a)": {}}}, "$.patternProperties.(?=a)"),
+        ({"type": "object", "patternProperties": {"^a": {}, "^ab": {}}}, "$.patternProperties"),
+        ({"type": "object", "patternProperties": {"^a$": {}}, "properties": {"a": {}}}, "$.patternProperties"),
+        ({"type": "object", "patternProperties": {"a": {}}}, "$.patternProperties"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "$.propertyNames"),
+        ({"type": "object", "additionalProperties": {}, "minProperties": 2}, "$.minProperties"),
+        ({"const": [float("inf")]}, "$.const"),
+        ({"type": "object", "properties": {}, "required": [[]]}, "$.required[0]"),
+        ({"type": ["string", {}]}, "$.type"),
+        ({"type": "string", "format": []}, "$.format"),
+        ({"oneOf": [_tagged(1), _tagged(1.0)]}, "$.oneOf"),
         ({"type": "object", "properties": {"a": {}}, "required": ["a", "z"]}, "$.required[1]"),
         ({"type": "integer", "enum": [1, "x"]}, "$.enum"),
         ({"type": "string", "const": 3}, "$.const"),

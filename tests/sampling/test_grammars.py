@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import GrammarSpec
+from slipstream.engine.grammar_triggers import TriggeredBackend
 from slipstream.engine.sampling.grammar_sources import plain_error
 
 END = 256
@@ -193,3 +194,32 @@ def test_a_regex_s_walks_match_it(backend):
 )
 def test_a_library_s_message_is_one_line_that_says_what_is_wrong(message: str, plain: str) -> None:
     assert plain_error(ValueError(message)) == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("ebnf", "root ::= root", "cannot be used"),
+        ("json_schema", {"anyOf": [{"$ref": "#"}]}, "cannot be used"),
+        ("regex", "((a{0,1000}){0,1000}){0,1000}", "takes too long|cannot be used"),
+    ],
+)
+def test_what_allows_nothing_or_is_slow_is_refused_before_it_is_used(backend, kind, source, reason):
+    tried = TriggeredBackend(backend, VOCABULARY, [END])
+    with pytest.raises(RequestError, match=reason):
+        tried.compile_blocking(spec(kind, source))
+    for each in ("a?", "(cat|dog)( [a-f0-9]{1,3}){2}", ".*"):
+        session = tried.compile_blocking(spec("regex", each)).session()
+        assert session.fill() is not None
+    assert not session.is_over
+
+
+def test_a_session_compiles_nothing_that_its_grammar_has_compiled(backend):
+    """A multiple of a large number is a large automaton: the first session made it."""
+    started = time.perf_counter()
+    grammar = backend.compile_blocking(spec("json_schema", {"type": "integer", "multipleOf": 100_003}))
+    grammar.session().fill()
+    compiled_s = time.perf_counter() - started
+    started = time.perf_counter()
+    grammar.session().fill()
+    assert time.perf_counter() - started < max(0.02, compiled_s / 5)

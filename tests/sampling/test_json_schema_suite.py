@@ -102,5 +102,5 @@ def test_no_instance_that_a_schema_forbids_passes_its_grammar(backend):
                     wrong.append(f"{name}: {group['description']}: {case['description']}: {json.dumps(case['data'])}")
     print(counts)
     assert wrong == [], "\n".join(wrong)
-    assert counts["forbidden"] > 300
+    assert counts["forbidden"] > 250
     assert counts["allowed and taken"] > 0.5 * counts["allowed"]

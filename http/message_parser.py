@@ -5,6 +5,7 @@ What comes out depends on the text alone and not on how it was cut: the deltas o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
@@ -12,6 +13,7 @@ from typing import Final, NamedTuple
 from .json_call import JsonCall, Progress
 
 _SPACE: Final = " \t\r\n"
+_NAME: Final = re.compile(r"([^\s\[\]{}<>\"',:]+)\s*(?:\[ARGS\])?\s*")
 
 
 class CallForm(Enum):
@@ -41,7 +43,8 @@ class Piece(NamedTuple):
 
 class MessageParser:
     """One choice's text. `form` None: no calls. `reasons`: <think> … </think> at the start is reasoning; `is_thinking`: the
-    prompt has opened it already. `names`: the functions that there are.
+    prompt has opened it already. `names`: the functions that there are. `args_mark`: Mistral calls are held to schemas
+    behind a name and [ARGS], and read in no other form.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class MessageParser:
         names: frozenset[str] = frozenset(),
         reasons: bool = False,
         is_thinking: bool = False,
+        args_mark: bool = False,
     ) -> None:
         self._names = names
+        self._args_mark = args_mark
         self._form = form
         self._buffer = ""
         self._pieces: list[Piece] = []
@@ -80,6 +85,8 @@ class MessageParser:
         if self._call is not None and not self._is_told and self._form is not CallForm.ARGUMENTS:
             rest = self._prefix + self._call.raw + rest
             self._call = None
+        if self._step == self._mistral:
+            rest = MARKERS[CallForm.MISTRAL] + rest
         if self._step == self._think:
             self._add("reasoning", rest)
         elif self._call is None and self._step != self._after:
@@ -182,24 +189,38 @@ class MessageParser:
         return found
 
     def _mistral(self) -> bool:
-        self._buffer = self._buffer.lstrip(_SPACE)
-        if not self._buffer:
+        text = self._buffer.lstrip(_SPACE)
+        if not text:
             return False
-        if self._buffer[0] == "[":
-            self._buffer = self._buffer[1:]
+        if text[0] == "[" and not self._args_mark:
+            self._buffer = text[1:]
             self._step = self._in_array
             return True
         brace = self._buffer.find("{")
         if brace < 0:
             return False
-        name = self._buffer[:brace].replace("[ARGS]", "").strip()
-        self._buffer = self._buffer[brace:]
-        if not name:
-            self._open(MARKERS[CallForm.MISTRAL])
+        lead = self._buffer[:brace]
+        if not lead.strip(_SPACE) and not self._args_mark:
+            self._buffer = text
+            self._open(MARKERS[CallForm.MISTRAL] + lead)
             return True
+        name = self._named(lead)
+        if name is None:
+            self._content(MARKERS[CallForm.MISTRAL])
+            self._step = self._plain
+            return True
+        self._buffer = self._buffer[brace:]
         self._open("", arguments_only=True)
         self._tell(name)
         return True
+
+    def _named(self, lead: str) -> str | None:
+        """The function that stands between a Mistral marker and its arguments."""
+        if self._args_mark:
+            name = lead.rstrip(_SPACE).removesuffix("[ARGS]")
+            return name if name in self._names and len(name) < len(lead.rstrip(_SPACE)) else None
+        match = _NAME.fullmatch(lead.lstrip(_SPACE))
+        return None if match is None else match[1]
 
     def _in_array(self) -> bool:
         self._buffer = self._buffer.lstrip(_SPACE + ",")

@@ -21,6 +21,7 @@ class MessageReading:
     reasons: bool
     is_thinking: bool
     grammar: GrammarSpec | None  # what the calls in a text are held to
+    args_mark: bool  # as `MessageParser` has it
     shows_marker: bool  # it is a special token, which would be left out of the text
 
     @property
@@ -29,7 +30,13 @@ class MessageReading:
         return self.form is None and not self.reasons
 
     def parser(self) -> MessageParser:
-        return MessageParser(self.form, names=self.names, reasons=self.reasons, is_thinking=self.is_thinking)
+        return MessageParser(
+            self.form,
+            names=self.names,
+            reasons=self.reasons,
+            is_thinking=self.is_thinking,
+            args_mark=self.args_mark,
+        )
 
     def held(self, params: SamplingParams) -> SamplingParams:
         """`params` under which the texts can be read so."""
@@ -63,6 +70,7 @@ def reading_of(
         reasons=reasons,
         is_thinking=is_thinking,
         grammar=grammar,
+        args_mark=grammar is not None and form is CallForm.MISTRAL and "[ARGS]" in (source or ""),
         shows_marker=marker is not None
         and tokenizer is not None
         and tokenizer.token_id(marker) in tokenizer.special_ids,

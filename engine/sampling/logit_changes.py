@@ -110,7 +110,7 @@ class LogitChanges:
         for row in self.processed:
             history = array("i", row.history)
             try:
-                x = logits[row.at].float()
+                x = logits[row.at].to(torch.float32, copy=True)
                 for processor in row.processors:
                     x = processor(history, x)
                 if x.shape != logits.shape[1:]:

@@ -137,6 +137,8 @@ def test_arguments_before_the_name_missing_null_or_as_text_are_read() -> None:
         (CallForm.HERMES, "a <tool"),
         (CallForm.HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         (CallForm.MISTRAL, '[TOOL_CALLS]{"nom": "add"} after'),
+        (CallForm.MISTRAL, "[TOOL_CALLS] I would call: {x}"),
+        (CallForm.MISTRAL, "a [TOOL_CALLS]ad"),
         (CallForm.LLAMA, '{"name": "Bob", "age": 3}'),
         (CallForm.LLAMA, '{"answer": 42}'),
         (CallForm.LLAMA, "<|pyth"),
@@ -153,6 +155,19 @@ def test_mistral_s_newer_form_names_the_function_before_its_arguments() -> None:
         assert parsed(CallForm.MISTRAL, list(text))["calls"] == [["add", '{"a": 1}']]
     two = '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]weather{}'
     assert parsed(CallForm.MISTRAL, list(two))["calls"] == [["add", '{"a": 1}'], ["weather", "{}"]]
+
+
+def test_mistral_calls_that_are_held_to_schemas_are_read_in_no_other_form() -> None:
+    held = '[TOOL_CALLS]add[ARGS]{"a": 1}'
+    for text in (
+        "[TOOL_CALLS]add{}",
+        '[TOOL_CALLS][{"name": "add"}]',
+        "[TOOL_CALLS] add[ARGS]{}",
+        "[TOOL_CALLS]b[ARGS]{}",
+    ):
+        for parts in ([text + held], list(text + held)):
+            message = parsed(CallForm.MISTRAL, parts, args_mark=True)
+            assert message == {"content": text, "reasoning": "", "calls": [["add", '{"a": 1}']]}
 
 
 def test_one_mistral_call_may_stand_without_brackets() -> None:

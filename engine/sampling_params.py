@@ -107,7 +107,7 @@ class SamplingParams:
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         _integer("top_k", self.top_k, low=-1)
         _number("min_p", self.min_p, low=0.0, high=1.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)  # logits stay finite
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         for name in ("logprobs", "prompt_logprobs"):

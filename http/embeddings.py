@@ -66,6 +66,9 @@ async def score(front: Front, call: Call) -> Response:
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(first) not in (1, len(second)):
         raise RequestError("text_1 is one text, or as many as text_2", param="text_1")
+    # The engine knows of one list of prompts: the first texts, then the second ones.
+    owners = ["text_1"] * len(first) + ["text_2"] * len(second)
+    call.names = {f"prompt[{index}]": owner for index, owner in enumerate(owners)}
     ids = await encode_prompts(front.engine, first, param="text_1")
     ids += await encode_prompts(front.engine, second, param="text_2")
     jobs = await jobs_of(front, ids, [SamplingParams(max_tokens=0, pooling=body.pooling)], Urgency())

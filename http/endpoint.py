@@ -69,7 +69,9 @@ class Endpoint:
         except Exception as error:
             failure = reported(error, call.request_id)
             name, bracket, place = (failure.param or "").partition("[")
-            if name in call.names:
+            if failure.param in call.names:
+                failure = replace(failure, param=call.names[failure.param])
+            elif name in call.names:
                 failure = replace(failure, param=call.names[name] + bracket + place)
             self._front.metrics.refused[failure.status] += 1
             response = failure.response(call.request_id)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     # Puts packed bytes into the step's slot, as int32; on CUDA pinned memory that lives as long as the step.
     Stage = Callable[[Slot, bytes | bytearray], torch.Tensor]
 
-_NOT_FINITE = "the model's logits were not finite"
+_NOT_FINITE = "no token could be drawn: the logits were not finite, or every token was ruled out"
 
 
 class StepFault:

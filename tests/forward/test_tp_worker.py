@@ -196,7 +196,8 @@ async def test_a_row_with_nan_logits_fails_alone(worker, greedy):
     clean = model.embedding[5].clone()
     model.embedding[5] = float("nan")
     outcome = await run(worker, prompt(0, [6, 1]))  # the prompt of row 1 holds id 5
-    assert outcome.row_errors == {1: "the model's logits were not finite"}
+    assert list(outcome.row_errors) == [1]
+    assert "not finite" in outcome.row_errors[1]
     assert outcome.token_ids[0] == greedy([6, 7, 8, 9, 10], 1)[0]
     outcome = await run(worker, decode(1, [6, 1], 5), SampleInputs(dead=frozenset({1})))
     assert outcome.row_errors == {}

@@ -27,7 +27,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("logit_bias", value) for value in ({"191222": -100}, {"-1": 5}, {"abc": 1}, {str(i): 1 for i in range(3000)})],
     *[("presence_penalty", value) for value in (9, "1", True)],
     *[("frequency_penalty", value) for value in (9, -3)],
-    *[("repetition_penalty", value) for value in (-1, 0)],
+    *[("repetition_penalty", value) for value in (-1, 0, 1e-50)],
     *[("response_format", value) for value in ({"type": "json"}, "{}", [], 5, {"schema": "x"}, '"{}"')],
     *[("logprobs", value) for value in (-1, 21, "yes")],
     *[("top_logprobs", value) for value in (1, 21, "x")],

@@ -43,7 +43,12 @@ async def test_scores_are_cosines_of_one_with_several_or_of_pairs(serving: Any) 
         pairs = await served.post("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b"]})
         assert [entry["score"] for entry in pairs.json["data"]] == pytest.approx([1.0, 1.0])
         refused = await served.post("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]})
-    assert (refused.status, refused.json["error"]["param"]) == (400, "text_1")
+        assert (refused.status, refused.json["error"]["param"]) == (400, "text_1")
+        for bad in ("", "stones " * 1000):
+            for texts, param in (([bad, "b"], "text_1"), (["b", bad], "text_1"), (["a", "b"], "text_2")):
+                other = [bad, "b"] if param == "text_2" else ["a", "b"]
+                refused = await served.post("/v1/score", {"text_1": texts, "text_2": other})
+                assert (refused.status, refused.json["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(

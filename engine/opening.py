@@ -44,7 +44,9 @@ async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
         eos_ids = tokenizer.eos_ids
     else:
         eos_ids = frozenset(await asyncio.to_thread(end_ids.read_eos_ids, found.path))
-    worker = tp_worker.TpWorker(config, found.path, marks)
+    # A vocabulary that is padded beyond its tokenizer has ids that mean nothing; an end id may lie there all the same.
+    num_ids = None if tokenizer is None else max((tokenizer.num_ids, *(end_id + 1 for end_id in eos_ids)))
+    worker = tp_worker.TpWorker(config, found.path, marks, num_ids=num_ids)
     return OpenedModel(worker, found.name, tokenizer, chat_template, eos_ids)
 
 

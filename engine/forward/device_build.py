@@ -50,11 +50,12 @@ class DeviceBuild:
     release: Callable[[], None] = lambda: None  # before the last reference goes: what refers to itself lets go
 
     @classmethod
-    def make_blocking(cls, config: EngineConfig, folder: Path) -> DeviceBuild:
-        """Load and allocate. Raises ConfigError."""
+    def make_blocking(cls, config: EngineConfig, folder: Path, num_ids: int | None = None) -> DeviceBuild:
+        """Load and allocate. `num_ids` as `TpWorker` has it. Raises ConfigError."""
         model_config = ModelConfig.from_folder(folder, max_model_len=config.max_model_len)
         placement = Placement.resolve(config, model_config)
         runner = ModelRunner.build_blocking(config, model_config, folder, placement)
+        num_ids = min(num_ids or model_config.vocab_size, model_config.vocab_size)
         num_rows = config.max_running_requests
         num_ints = 16 * (num_rows + 1) + config.max_prefill_tokens + 3 * num_rows * runner.memory.max_pages_per_row
         result_bytes = 16 * num_rows + 4096
@@ -63,8 +64,8 @@ class DeviceBuild:
         stage = _stage_into(slot_bytes - result_bytes, pinned=pinned)
         ring = StagingRing(slot_bytes, pinned=pinned)
         if pinned:
-            return _on_cuda(config, runner, placement, stage, ring)
-        return _on_cpu(config, runner, placement, stage, ring)
+            return _on_cuda(config, runner, placement, stage, ring, num_ids)
+        return _on_cpu(config, runner, placement, stage, ring, num_ids)
 
 
 def _limits(
@@ -101,14 +102,14 @@ def _stage_into(usable_bytes: int, *, pinned: bool) -> Stage:
 
 
 def _on_cpu(
-    config: EngineConfig, runner: ModelRunner, placement: Placement, stage: Stage, ring: StagingRing
+    config: EngineConfig, runner: ModelRunner, placement: Placement, stage: Stage, ring: StagingRing, num_ids: int
 ) -> DeviceBuild:
     """One thread is both lanes: there is nothing to copy between."""
     memory = runner.memory
     limits = _limits(config, runner, memory_table=f"KV pool {memory.pool_bytes / 2**20:,.0f} MiB, taken as it fills")
     parts = TorchParts(
         runner=runner,
-        sampler=Sampler(limits.vocab_size, placement.device, row_invariant=config.row_invariant),
+        sampler=Sampler(num_ids, placement.device, row_invariant=config.row_invariant),
         samplings=RowSamplings(),
         vocab_size=limits.vocab_size,
         device=placement.device,
@@ -129,7 +130,7 @@ def _on_cpu(
 
 
 def _on_cuda(
-    config: EngineConfig, runner: ModelRunner, placement: Placement, stage: Stage, ring: StagingRing
+    config: EngineConfig, runner: ModelRunner, placement: Placement, stage: Stage, ring: StagingRing, num_ids: int
 ) -> DeviceBuild:
     """Two streams, a sampler of kernels, and graphs for what can be captured."""
     from ...streams.cuda_lane import CudaLane, distinct_streams
@@ -137,7 +138,7 @@ def _on_cuda(
     from .graph_build import build_cuda_parts
 
     device = placement.device
-    parts = build_cuda_parts(config, runner, device, stage)
+    parts = build_cuda_parts(config, runner, device, stage, num_ids=num_ids)
     compute_stream, copy_stream = distinct_streams(2, device)
     compute = CudaLane("compute", device, stream=compute_stream)
     return DeviceBuild(

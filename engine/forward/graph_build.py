@@ -29,15 +29,18 @@ if TYPE_CHECKING:
     from .step_parts import Stage
 
 
-def build_cuda_parts(config: EngineConfig, runner: ModelRunner, device: torch.device, stage: Stage) -> CudaParts:
-    """Stops the host until everything is captured and the pool has its memory. Raises ConfigError if a graph mode that
-    was asked for cannot be, or if nothing is left for the pool.
+def build_cuda_parts(
+    config: EngineConfig, runner: ModelRunner, device: torch.device, stage: Stage, *, num_ids: int
+) -> CudaParts:
+    """`num_ids`: what is drawn is below. Stops the host until everything is captured and the pool has its memory.
+
+    Raises ConfigError if a graph mode that was asked for cannot be, or if nothing is left for the pool.
     """
     table = MemoryTable(device)
     num_rows = config.max_running_requests
     sampler = CudaSampler(
         max_rows=num_rows,
-        vocab_size=runner.model.config.vocab_size,
+        num_ids=num_ids,
         table=runner.row_state.sampling,
         next_ids=runner.row_state.relay.table,
         device=device,

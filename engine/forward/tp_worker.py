@@ -55,7 +55,11 @@ class TpWorker:
     Called on the loop thread only, by whoever runs it; what runs elsewhere is what it submits, and its own warm-up.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, marks: MarkSwitch | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, marks: MarkSwitch | None = None, *, num_ids: int | None = None
+    ) -> None:
+        """`num_ids`: what is drawn is below; a model's vocabulary may be padded beyond its tokenizer's. None: all of it."""
+        self._num_ids = num_ids
         self.marks = marks if marks is not None else MarkSwitch()
         self._config = config
         self._folder = folder
@@ -71,7 +75,7 @@ class TpWorker:
         if self._has_started:
             raise MisuseError("a worker starts once")
         self._has_started = True
-        built = await asyncio.to_thread(DeviceBuild.make_blocking, self._config, self._folder)
+        built = await asyncio.to_thread(DeviceBuild.make_blocking, self._config, self._folder, self._num_ids)
         self._built = built
         for batch in warm_up_batches(built.limits):
             # Not on the loop: what is compiled here holds its thread for seconds.

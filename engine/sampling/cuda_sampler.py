@@ -31,19 +31,20 @@ class CudaSampler:
 
     `results` [2 max_rows] int32: of a step with B rows the ids are the first B, the flags of rows that failed the next B.
     `dead` [max_rows] uint8: rows whose relay entry is not written. Home: the compute lane; written by each sample, so
-    the copy lane's read of `results` must be over before the next one.
+    the copy lane's read of `results` must be over before the next one. `num_ids`: ids from there on are never drawn.
     """
 
     def __init__(
-        self, *, max_rows: int, vocab_size: int, table: SamplingTable, next_ids: torch.Tensor, device: torch.device
+        self, *, max_rows: int, num_ids: int, table: SamplingTable, next_ids: torch.Tensor, device: torch.device
     ) -> None:
         self.results = torch.zeros(2 * max_rows, dtype=torch.int32, device=device)
         self.dead = torch.zeros(max_rows, dtype=torch.uint8, device=device)
         # A count that the device reads: entry n is n, so that no step has to ship one.
         self.counts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._num_ids = num_ids
         self._table = table
         self._next_ids = next_ids
-        self._workspace = make_sampler_workspace(max_rows=max_rows, vocab_size=vocab_size, device=device)
+        self._workspace = make_sampler_workspace(max_rows=max_rows, vocab_size=num_ids, device=device)
 
     def draw(
         self,
@@ -59,7 +60,7 @@ class CudaSampler:
         """
         bucket = logits.shape[0]
         sample(
-            logits,
+            logits[:, : self._num_ids],
             rows,
             num_rows,
             lengths,

@@ -52,16 +52,17 @@ class SampleRequest:
 
 
 class Sampler:
-    """Stateless but for the list of ids. `row_invariant` draws row by row, so that no reduction's order depends on
-    the batch.
+    """Stateless but for the list of ids, those below `num_ids`: no others are drawn. `row_invariant` draws row by row, so
+    that no reduction's order depends on the batch.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, *, row_invariant: bool = False) -> None:
-        self._ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    def __init__(self, num_ids: int, device: torch.device, *, row_invariant: bool = False) -> None:
+        self._ids = torch.arange(num_ids, dtype=torch.int32, device=device)
         self._row_invariant = row_invariant
 
     def sample(self, logits: torch.Tensor, request: SampleRequest, table: SamplingTable) -> Sampled:
         """Draw. Shapes: logits [S, vocab], left as they are."""
+        logits = logits[:, : len(self._ids)]
         best, chosen = _first_maximum(logits)
         if request.needs.any_random:
             chosen = self._with_random(logits, chosen, request, table)

@@ -41,6 +41,8 @@ class TextTokenizer:
         )
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         """The number of tokens, added ones included. The model's embedding may be larger."""
+        self.num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """Every token's id is below."""
         self.bos_id = self._named_id("bos_token")
         self.piece_table = PieceTable(tokenizer, self.special_ids)
         """What each token adds to a text."""

@@ -16,6 +16,7 @@ import pytest
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.errors import StepFailed
+from slipstream.engine.forward.tp_worker import TpWorker
 from slipstream.engine.outputs import Completion
 from slipstream.engine.sampling_params import SamplingParams
 
@@ -82,6 +83,18 @@ async def test_temperature_has_its_effect(folder) -> None:
     assert cold < 20 < hot
     assert cold <= warm <= hot
     assert hot > 60, "nearly every id is as likely as any other"
+
+
+async def test_ids_beyond_the_tokenizer_s_are_drawn_by_nobody(folder) -> None:
+    """At such a temperature every id is as likely as any other."""
+    fields = {"model": str(folder), "device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_total_tokens": 2048}
+    hot = [SamplingParams(max_tokens=40, temperature=100.0, seed=seed, ignore_eos=True) for seed in range(8)]
+    async with Engine.on(TpWorker(EngineConfig(**fields), folder, num_ids=262)) as running:  # type: ignore[arg-type]
+        answers = await asyncio.gather(*(running.complete(PROMPT, how) for how in hot))
+    async with engine(folder) as running:
+        others = await asyncio.gather(*(running.complete(PROMPT, how) for how in hot))
+    assert 240 < max(token for answer in answers for token in answer.token_ids) < 262
+    assert max(token for answer in others for token in answer.token_ids) > 290
 
 
 async def test_ids_biased_by_minus_100_are_drawn_in_none_of_ten_choices(folder, greedy) -> None:

@@ -58,7 +58,7 @@ class Bench:
             row_invariant=False, device=CPU, dtype=torch.float32,
         )  # fmt: skip
         sampler = CudaSampler(
-            max_rows=NUM_ROWS, vocab_size=VOCAB, table=self.rows.sampling, next_ids=self.rows.relay.table, device=CPU
+            max_rows=NUM_ROWS, num_ids=VOCAB, table=self.rows.sampling, next_ids=self.rows.relay.table, device=CPU
         )
         decoder = PlainDecoder(self.model, self.pool, self.rows, triton_backend.TritonBackend(spec))
         self.graphs = DecodeGraphRunner(decoder, self.rows, sampler, max_rows=NUM_ROWS, hidden_states=hidden_states)

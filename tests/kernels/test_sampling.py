@@ -7,6 +7,7 @@ import torch
 
 from slipstream.engine.kernels.sampling import make_sampler_workspace, sample
 from slipstream.engine.sampling.counter_random import exponential
+from slipstream.engine.sampling.cuda_sampler import CudaSampler, SampleKind
 from slipstream.engine.sampling.sampling_table import SamplingTable
 
 VOCAB = 5000
@@ -152,3 +153,19 @@ def test_many_greedy_rows_in_long_chunks_choose_as_few_rows_do():
     ids = run(logits, make_table(17), greedy=True)[0]
     assert ids == logits.argmax(-1).tolist()
     assert ids[:16] == run(logits[:16], make_table(16), greedy=True)[0]
+
+
+@pytest.mark.parametrize("kind", list(SampleKind))
+def test_ids_that_only_pad_the_vocabulary_are_never_drawn(kind):
+    logits = torch.randn(3, VOCAB + 37) * 3
+    table, relay = make_table(3, temperature=1.0, top_k=50), torch.full((4,), -7)
+    rows, lengths = torch.arange(1, 4, dtype=torch.int32), torch.full((3,), 9, dtype=torch.int32)
+    found = []
+    for padding in (-60.0, 60.0):
+        logits[:, VOCAB:] = padding
+        sampler = CudaSampler(max_rows=3, num_ids=VOCAB, table=table, next_ids=relay, device=torch.device("cpu"))
+        sampler.draw(logits, rows, sampler.counts[3:], lengths, kind)
+        found.append(sampler.results.tolist())
+    assert found[0] == found[1]
+    assert max(found[0][:3]) < VOCAB
+    assert found[0][3:] == [0, 0, 0]

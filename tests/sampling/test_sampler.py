@@ -258,3 +258,19 @@ def test_a_batch_of_greedy_rows_draws_no_random_numbers(monkeypatch):
     monkeypatch.setattr(sampler, "exponential", lambda *_: pytest.fail("a greedy batch drew random numbers"))
     logits = random_logits(3)
     assert torch.equal(sample(logits, [how(0.0)] * 3).ids, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("row_invariant", [False, True])
+def test_ids_that_only_pad_the_vocabulary_are_never_drawn_and_do_not_matter(row_invariant):
+    """Whatever the model says of them, the rows are what they would be without them."""
+    samplings = [how(0.0), how(1.0, seed=1), how(2.0, top_k=40, seed=2), how(1.0, top_p=0.5, min_p=0.01, seed=3)]
+    logits = random_logits(4, 1000)
+    padded = torch.cat([logits, torch.tensor([[60.0], [60.0], [float("nan")], [60.0]]).expand(-1, 37)], 1)
+    random = torch.tensor([1, 2, 3])
+    request = SampleRequest(
+        rows=torch.arange(1, 5, dtype=torch.int32), lengths=torch.full((4,), 10, dtype=torch.int32), random=random,
+        needs=SampleNeeds.of(samplings),
+    )  # fmt: skip
+    drawn = Sampler(1000, CPU, row_invariant=row_invariant).sample(padded, request, table_of(samplings))
+    assert drawn.ids.tolist() == sample(logits, samplings, row_invariant=row_invariant).ids.tolist()
+    assert not drawn.failed.any()

@@ -34,18 +34,18 @@ async def open_model(config: EngineConfig, marks: MarkSwitch) -> OpenedModel:
     tp_worker, model_source, end_ids = await asyncio.to_thread(_import_device_side)
     needs_weights = config.load_format != "dummy"
     found = await asyncio.to_thread(model_source.resolve_model, config.model, needs_weights=needs_weights)
-    tokenizer, chat_template = None, None
-    if not config.skip_tokenizer:
+    tokenizer, chat_template, num_ids = None, None, None
+    if config.skip_tokenizer:
+        eos_ids = frozenset(await asyncio.to_thread(end_ids.read_eos_ids, found.path))
+    else:
         tokenizer = await asyncio.to_thread(TextTokenizer.load, found.path)
         chat_template = tokenizer.chat_template
         if config.chat_template is not None:
             source = await asyncio.to_thread(_read_template, config.chat_template)
             chat_template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
         eos_ids = tokenizer.eos_ids
-    else:
-        eos_ids = frozenset(await asyncio.to_thread(end_ids.read_eos_ids, found.path))
-    # A vocabulary that is padded beyond its tokenizer has ids that mean nothing; an end id may lie there all the same.
-    num_ids = None if tokenizer is None else max((tokenizer.num_ids, *(end_id + 1 for end_id in eos_ids)))
+        # A vocabulary that is padded beyond its tokenizer has ids that mean nothing; an end id may lie there all the same.
+        num_ids = max((await asyncio.to_thread(tokenizer.count_ids), *(end_id + 1 for end_id in eos_ids)))
     worker = tp_worker.TpWorker(config, found.path, marks, num_ids=num_ids)
     return OpenedModel(worker, found.name, tokenizer, chat_template, eos_ids)
 

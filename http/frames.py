@@ -94,8 +94,8 @@ class Shape(Protocol):
         ...
 
 
-class PlainEnding:
-    """How most APIs end a stream, and that they carry no log-probabilities and no hidden states."""
+class TextOnly:
+    """That most APIs carry no log-probabilities and no hidden states."""
 
     wants_logprobs = False
 
@@ -104,6 +104,10 @@ class PlainEnding:
 
     def hidden(self, index: int, states: HiddenStates) -> bytes:
         raise MisuseError("this shape asks for no hidden states")
+
+
+class PlainEnding(TextOnly):
+    """And how they end a stream."""
 
     def ending(self, usage: Usage) -> bytes:
         return DONE

@@ -11,14 +11,14 @@ import orjson
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from ..engine.errors import MisuseError, RequestError
+from ..engine.errors import RequestError
 from ..engine.grammar_session import GrammarSpec
-from ..engine.outputs import Finished, HiddenStates, TokenLogprobs, Usage
+from ..engine.outputs import Finished, Usage
 from ..engine.sampling_params import SamplingParams
 from .bodies import HINTS, Strict, without_idle_fields
 from .endpoint import Call, answer
 from .failures import Failure
-from .frames import Collected, Template
+from .frames import Collected, Template, TextOnly
 from .front import Front
 from .intake import Intake, Prompts, Texts, take_in
 from .message_parser import MessageParser
@@ -156,11 +156,10 @@ RESPONSES = Intake(
 )
 
 
-class ResponsesShape:
+class ResponsesShape(TextOnly):
     """One answer as output items. Every event is numbered, so none comes from a template."""
 
     wants_ids = False
-    wants_logprobs = False
 
     def __init__(self, body: ResponsesBody, *, response_id: str, model: str, parser: MessageParser) -> None:
         self._numbers = itertools.count()
@@ -192,12 +191,6 @@ class ResponsesShape:
         return self._event("response.created", response=in_progress) + self._event(
             "response.in_progress", response=in_progress
         )
-
-    def scored(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], usage: Callable[[], Usage]) -> bytes:
-        raise MisuseError("this shape asks for no log-probabilities")
-
-    def hidden(self, index: int, states: HiddenStates) -> bytes:
-        raise MisuseError("this shape asks for no hidden states")
 
     def text(self, index: int) -> Template | None:
         return None

@@ -46,12 +46,9 @@ def load(path: str | Path) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if (
-        isinstance(content, dict) and "results" not in content and "benchmark" in content
-    ):  # its numbers stand by themselves
-        content["results"] = {
-            key: value for key, value in content.items() if isinstance(value, dict) and key != "environment"
-        }
+    if isinstance(content, dict) and "results" not in content and "benchmark" in content:  # they are at the top
+        results = {key: value for key, value in content.items() if isinstance(value, dict) and key != "environment"}
+        content = {**content, "results": results}
     if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
         raise ConfigError(f"{path} is not the result of a benchmark")
     return content

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -30,7 +29,8 @@ import uvloop
 
 from ..engine.engine import Engine
 from ..engine.sampling_params import SamplingParams
-from .results import environment
+from .bench_compare import load
+from .results import write_json
 
 STEP_ROWS = (1, 8, 32, 64, 128, 256)
 TTFT_TOKENS = (128, 1024, 4096)
@@ -245,8 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(options.shapes) > 1 or not options.quiet:
         print(table(results))
     if options.json:
-        content = {"benchmark": "h200", "environment": environment(), **results}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_json(options.json, "h200", results, at_top=True)
 
 
 def _apart(shape: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -255,8 +254,8 @@ def _apart(shape: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]
         path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "slipstream.profiling.bench_h200", shape, "--json", str(path), "--quiet"]
         subprocess.run([*command, "--only", *options.only, "--set", *options.set], check=True)
-        content = json.loads(path.read_text())
-    return {name: value for name, value in content.items() if name not in ("benchmark", "environment")}
+        measured: dict[str, dict[str, Any]] = load(path)["results"]
+    return measured
 
 
 def _process_age_s() -> float:

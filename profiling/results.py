@@ -27,9 +27,11 @@ def environment() -> dict[str, object]:
     }
 
 
-def write_json(path: str | Path, benchmark: str, results: Mapping[str, object]) -> None:
-    """Write `results` with the environment beside them. Raises: ConfigError if that cannot be."""
-    content = {"benchmark": benchmark, "environment": environment(), "results": results}
+def write_json(path: str | Path, benchmark: str, results: Mapping[str, object], *, at_top: bool = False) -> None:
+    """Write `results` with the environment beside them; `at_top`: not under a name of their own. Raises: ConfigError if
+    that cannot be.
+    """
+    content = {"benchmark": benchmark, "environment": environment(), **(results if at_top else {"results": results})}
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(content, indent=1) + "\n")

@@ -29,6 +29,16 @@ class CaptureCost:
     seconds: float
 
 
+@contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Add `note` to an exception out of the body: which capture failed, and what does without."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
 class GraphPool:
     """The device memory that graphs share, and the side stream they are captured on.
 

@@ -38,17 +38,18 @@ class CudaParts:
     device: torch.device
     stage: Stage
     memory_table: str  # what the start took of the device, for people
+    logits_counts: tuple[
+        int, ...
+    ]  # rows of logits that are computed at once, ascending; the last is the most there are
     dead_shipped: bool = False  # the device's dead flags are not all clear
     kind: SampleKind = SampleKind.GREEDY
     kind_of_rows: tuple[int, ...] | None = None
-    logits_counts: tuple[int, ...] = ()  # rows of logits that are computed at once, ascending
 
     def num_logits(self, num_samples: int) -> int:
         """How many rows of logits a step computes. For a number that it has not seen cuBLAS may load another kernel,
         which takes 20 ms in the middle of serving; these it has.
         """
-        at = bisect_left(self.logits_counts, num_samples)
-        return self.logits_counts[at] if num_samples and at < len(self.logits_counts) else num_samples
+        return self.logits_counts[bisect_left(self.logits_counts, num_samples)] if num_samples else 0
 
     def release(self) -> None:
         """No step comes any more: let the graphs go."""

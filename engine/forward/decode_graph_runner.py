@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import torch
 
 from ...streams.breakable_graph import BreakableGraph, GraphBreaks
-from ...streams.graph import CapturedGraph, Graph, GraphPool
+from ...streams.graph import CapturedGraph, Graph, GraphPool, noting
 from ..hidden_mode import HiddenMode, is_above
 from ..kernels.step_prologue import StepInputs, empty_step_inputs
 from ..kernels.table_writes import table_writes
@@ -120,11 +120,8 @@ class DecodeGraphRunner:
     def capture_blocking(self, pool: GraphPool) -> None:
         """Capture every bucket, largest first. Stops the host; called once, before the first step."""
         for num_rows in reversed(decode_buckets(self._max_rows)):
-            try:
+            with noting(f"while the decode graph of {num_rows} rows was captured; decode_graph=off does without"):
                 self._buckets.insert(0, self._capture(num_rows, pool))
-            except Exception as error:
-                error.add_note(f"while the decode graph of {num_rows} rows was captured; decode_graph=off does without")
-                raise
         # Warm-up and capture ran real prologues over row 0.
         self._row_state.lengths.zero_()
 

@@ -26,8 +26,7 @@ class ForwardBatch:
     query_start_loc [B + 1]; input_ids [T] int64; positions [T]; sample_rows, sample_lens [S]: of the rows that sample,
     the request row, and the tokens after this step; logits_indices [S or more]: their last tokens' indices, and on CUDA
     padding, for which logits are computed that nobody draws from. `…_cpu` are the same numbers on the host, for backends
-    that plan there. Lifetime: the step. Nothing below writes into it; the page
-    table in `kv_loc` is leased.
+    that plan there. Lifetime: the step. Nothing below writes into it; the page table in `kv_loc` is leased.
     """
 
     mode: ForwardMode

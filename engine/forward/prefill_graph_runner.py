@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 
 from ...streams.breakable_graph import BreakableGraph, GraphBreaks
-from ...streams.graph import CapturedGraph, GraphPool
+from ...streams.graph import CapturedGraph, GraphPool, noting
 from ..attention.backend import AttentionBackend, AttentionPlan, GraphBucket, StepAttention, prepare_step
 from .forward_context import ForwardContext
 from .forward_output import ForwardOutput
@@ -140,15 +140,10 @@ class PrefillGraphRunner:
         with torch.inference_mode():
             for size in reversed(prefill_buckets(self._tokens.capacity)):
                 for kind, sizes in self._sizes.items():
-                    if size not in sizes:
-                        continue
-                    try:
-                        self._graphs[kind, size] = self._capture(kind, size, pool)
-                    except Exception as error:
-                        error.add_note(
-                            f"while the prefill graph ({kind}) of {size} tokens was captured; prefill_graph=off does without"
-                        )
-                        raise
+                    note = f"while the prefill graph ({kind}) of {size} tokens was captured; prefill_graph=off does without"
+                    if size in sizes:
+                        with noting(note):
+                            self._graphs[kind, size] = self._capture(kind, size, pool)
         self.capture_s = time.perf_counter() - started
 
     def release(self) -> None:

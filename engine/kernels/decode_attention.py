@@ -16,9 +16,7 @@ _AHEAD_TOKENS = 256
 
 
 @triton.jit
-def _softmax_step(
-    q, k, scale, inside, best, weight
-):  # fmt: skip
+def _softmax_step(q, k, scale, inside, best, weight):
     """Scores of one KV block, and what it makes of the running maximum and the running sum. Base-2 exponents."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -328,8 +326,8 @@ def decode_attention(
 
     Shapes: q [B, Hq, D], or with `rope` the packed projection [B, (Hq + 2 Hk) D]; k_cache, v_cache [pages, page_size, Hk,
     D], contiguous; page_table [R, max_pages] int, used through rows [B] int; seq_lens [B] int, the new token included;
-    out [B, Hq, D], contiguous rows, made of zeros if not given. A row of seq_len 0
-    is not computed: what `out` holds of it stays, or becomes zeros.
+    out [B, Hq, D], contiguous rows, made of zeros if not given. A row of seq_len 0 is not
+    computed: what `out` holds of it stays, or becomes zeros.
     With `rope` the kernel also normalises and rotates the new token's q and k and writes its k and v into the slot that the
     page table names for position seq_len - 1: `rope_kv_write` is not called.
     `ahead` lets it read plan, seq_lens, rows and page table before its predecessor has finished: at least one other

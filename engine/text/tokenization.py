@@ -41,8 +41,6 @@ class TextTokenizer:
         )
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         """The number of tokens, added ones included. The model's embedding may be larger."""
-        self.num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        """Every token's id is below."""
         self.bos_id = self._named_id("bos_token")
         self.piece_table = PieceTable(tokenizer, self.special_ids)
         """What each token adds to a text."""
@@ -70,6 +68,10 @@ class TextTokenizer:
     ) -> TextTokenizer:
         """A tokenizer from its JSON, as `backend.to_str()` gives it: for a process that is handed one."""
         return cls(Tokenizer.from_str(source), special_tokens=special_tokens, eos_ids=eos_ids)
+
+    def count_ids(self) -> int:
+        """The number that every token's id is below. Walks the vocabulary: 20 ms and more, so not on the event loop."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a short text, on the caller's thread.

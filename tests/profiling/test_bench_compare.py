@@ -101,6 +101,14 @@ def test_a_suite_of_the_card_says_in_a_line_that_there_is_none(
     assert "no NVIDIA GPU answers" in capsys.readouterr().err
 
 
+def test_results_at_the_top_are_read_like_those_under_a_name(tmp_path: Path) -> None:
+    results = {"0.6b": {"step_ms": {"1": 0.7}}, "8b": {"step_ms": {"1": 4.0}}}
+    write_json(tmp_path / "a.json", "h200", results, at_top=True)
+    write_json(tmp_path / "b.json", "h200", results)
+    assert json.loads((tmp_path / "a.json").read_text())["0.6b"] == results["0.6b"]
+    assert load(tmp_path / "a.json")["results"] == load(tmp_path / "b.json")["results"] == results
+
+
 def test_a_result_that_cannot_be_written_names_the_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*x\.json"):

@@ -13,10 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # Read by torch when it is imported: a second intra-op thread that spins on a busy core costs a factor of forty.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -98,3 +102,46 @@ def _why_no_gpu() -> str | None:
     import torch
 
     return None if torch.cuda.is_available() else "no NVIDIA GPU answers here"
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Llama of 2 layers and 300 ids, whose greedy choices are well apart."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() >= 2:
+                param.mul_(8.0)
+    path = tmp_path_factory.mktemp("tiny-llama")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Callable[[], Tokenizer]:
+    """Makes tokenizers with a token a byte, to which a test adds its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    def make() -> Tokenizer:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        made = Tokenizer(models.BPE(vocab={text: token for token, text in enumerate(alphabet)}, merges=[]))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        return made
+
+    return make

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from slipstream import SamplingParams
 from slipstream.engine.engine import Engine
@@ -19,12 +19,9 @@ TURN = "<|turn|>"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
+def tokenizer(byte_level: Callable[[], Tokenizer]) -> TextTokenizer:
     """One token a byte, two whole words, and two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level()
     backend.add_special_tokens(["<|end|>", TURN])
     backend.add_tokens([AddedToken(text, normalized=False) for text in (" gamma", " delta")])
     return TextTokenizer(backend, eos_ids=frozenset({backend.token_to_id("<|end|>")}))

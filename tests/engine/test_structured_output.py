@@ -9,7 +9,6 @@ import threading
 from unittest.mock import patch
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream import SamplingParams
 from slipstream.engine.engine import Engine
@@ -34,12 +33,9 @@ CHOICE = GrammarSpec(kind="choice", source='["yes", "no", "perhaps"]')
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer(byte_level):
     """One token a byte, and an end token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={text: token for token, text in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    made = byte_level()
     made.add_special_tokens(["<end>"])
     return TextTokenizer(made, eos_ids=frozenset({made.token_to_id("<end>")}))
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from slipstream import SamplingParams
 from slipstream.engine.engine import Engine
@@ -23,12 +23,9 @@ EOS = "<|end|>"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
+def tokenizer(byte_level: Callable[[], Tokenizer]) -> TextTokenizer:
     """One token a byte, and three special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level()
     backend.add_special_tokens([EOS, "<|turn|>", "<|pad|>"])
     backend.add_tokens([AddedToken("<think>", normalized=False)])
     eos_id = backend.token_to_id(EOS)

@@ -8,6 +8,9 @@ import pytest
 import torch
 import transformers
 
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.engine import Engine
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
@@ -15,28 +18,8 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 2 layers and 300 ids, whose greedy choices are well apart."""
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() >= 2:
-                param.mul_(8.0)
-    path = tmp_path_factory.mktemp("tiny-llama")
-    model.save_pretrained(path)
-    return path
+def folder(tiny_llama: Path) -> Path:
+    return tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +36,28 @@ def greedy(folder: Path):
         return out[0, len(prompt) :].tolist()
 
     return generate
+
+
+@pytest.fixture
+def engine(folder: Path):
+    """Makes engines on the tiny Llama, with small chunks and pages: `engine(**settings)`."""
+
+    def make(**settings: object) -> Engine:
+        return Engine(
+            EngineConfig(
+                **{
+                    "model": str(folder),
+                    "device": "cpu",
+                    "dtype": "float32",
+                    "cpu_threads": 1,
+                    "max_running_requests": 8,
+                    "max_total_tokens": 1024,
+                    "skip_tokenizer": True,
+                    "chunked_prefill_size": 16,
+                    "page_size": 4,
+                    **settings,
+                }
+            )
+        )
+
+    return make

@@ -7,7 +7,6 @@ import json
 import re
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -27,11 +26,8 @@ REGEX = GrammarSpec(kind="regex", source="[a-f]{3}(-[0-9]{2}){2}")
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={text: token for token, text in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+def tokenizer(byte_level):
+    made = byte_level()
     made.add_special_tokens(["<end>"])
     return TextTokenizer(made, eos_ids=frozenset({made.token_to_id("<end>")}))
 

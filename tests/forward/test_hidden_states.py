@@ -11,8 +11,6 @@ import pytest
 import torch
 import transformers
 
-from slipstream.engine.config import EngineConfig
-from slipstream.engine.engine import Engine
 from slipstream.engine.forward.model_runner import ModelRunner
 from slipstream.engine.forward.step_hidden import HiddenCut
 from slipstream.engine.sampling_params import SamplingParams
@@ -38,17 +36,6 @@ def reference(model):
     return states
 
 
-def engine(folder, **settings):
-    return Engine(
-        EngineConfig(
-            **{
-                "model": str(folder), "device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_running_requests": 8,
-                "max_total_tokens": 1024, "skip_tokenizer": True, "chunked_prefill_size": 16, "page_size": 4, **settings,
-            }
-        )
-    )  # fmt: skip
-
-
 def asking(mode, **more):
     return SamplingParams(**{"hidden_states": mode, "max_tokens": 9, "temperature": 0.0, "ignore_eos": True, **more})
 
@@ -67,10 +54,10 @@ def check(answer, prompt, mode, reference):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("max_tokens", [0, 9])
-async def test_states_are_those_of_transformers_whatever_the_others_ask(folder, reference, overlap, max_tokens):
+async def test_states_are_those_of_transformers_whatever_the_others_ask(engine, reference, overlap, max_tokens):
     asked = [(prompt, mode) for prompt in PROMPTS for mode in ("last", "full")]
     free = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    async with engine(folder, overlap=overlap) as running:
+    async with engine(overlap=overlap) as running:
         for _ in range(2):  # the second time the prompts are cached
             jobs = [running.complete(prompt, asking(mode, max_tokens=max_tokens)) for prompt, mode in asked]
             *found, plain = await asyncio.gather(*jobs, running.complete(PROMPTS[0], free))
@@ -82,30 +69,30 @@ async def test_states_are_those_of_transformers_whatever_the_others_ask(folder, 
     assert found[1].usage.cached_tokens == 0, "every position of the prompt has to be computed"
 
 
-async def test_a_state_is_what_its_token_is_drawn_from(folder, model):
+async def test_a_state_is_what_its_token_is_drawn_from(engine, model):
     """With the model's own head, the likeliest token of each state is the token that follows."""
     head = model.lm_head.weight.detach()
-    async with engine(folder) as running:
+    async with engine() as running:
         answer = await running.complete(PROMPTS[0], asking("last"))
     drawn = (tensor_of(answer.hidden_states) @ head.T).argmax(-1)
     assert tuple(drawn.tolist()) == answer.token_ids
 
 
 @pytest.mark.parametrize("mode", ["last", "full"])
-async def test_depth_and_company_change_no_bit_of_a_state_in_row_invariant_mode(folder, mode):
+async def test_depth_and_company_change_no_bit_of_a_state_in_row_invariant_mode(engine, mode):
     states = []
     for overlap in (True, False):
-        async with engine(folder, overlap=overlap, row_invariant=True) as running:
+        async with engine(overlap=overlap, row_invariant=True) as running:
             alone = await running.complete(PROMPTS[2], asking(mode))
             together = await asyncio.gather(*(running.complete(prompt, asking(mode)) for prompt in PROMPTS[::-1]))
             states += [alone.hidden_states, together[0].hidden_states]
     assert all(each == states[0] for each in states)
 
 
-async def test_under_pressure_each_position_comes_once(folder, reference):
+async def test_under_pressure_each_position_comes_once(engine, reference):
     prompts = [PROMPTS[0][k:40] for k in range(4)]
     with patch.object(new_token_ratio, "INITIAL", 0.0), patch.object(new_token_ratio, "LOWEST", 0.0):
-        async with engine(folder, max_total_tokens=132) as running:
+        async with engine(max_total_tokens=132) as running:
             jobs = [running.complete(prompt, asking("full", max_tokens=40, ignore_eos=False)) for prompt in prompts]
             answers = await asyncio.gather(*jobs)
             assert running.stats.num_retractions > 0
@@ -134,7 +121,7 @@ class Stand:
     [("none", "none", 0), ("none", "last", 5), ("none", "full", 7), ("last", "last", 0), ("last", "full", 3),
      ("full", "full", 0)],
 )  # fmt: skip
-async def test_a_step_above_the_setting_goes_past_the_graphs(folder, monkeypatch, setting, mode, num_eager):
+async def test_a_step_above_the_setting_goes_past_the_graphs(engine, monkeypatch, setting, mode, num_eager):
     build, graphs = ModelRunner.build_blocking, []
 
     def with_graphs(*args):
@@ -143,7 +130,7 @@ async def test_a_step_above_the_setting_goes_past_the_graphs(folder, monkeypatch
         return dataclasses.replace(runner, runners=(graphs[0], *runner.runners))
 
     monkeypatch.setattr(ModelRunner, "build_blocking", with_graphs)
-    async with engine(folder, hidden_states=setting, chunked_prefill_size=32) as running:
+    async with engine(hidden_states=setting, chunked_prefill_size=32) as running:
         graphs[0].num_steps = 0  # the warm-up's
         answer = await running.complete(PROMPTS[0], asking(mode, max_tokens=5))
         assert len(answer.token_ids) == 5

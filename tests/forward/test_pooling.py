@@ -9,8 +9,6 @@ import pytest
 import torch
 import transformers
 
-from slipstream.engine.config import EngineConfig
-from slipstream.engine.engine import Engine
 from slipstream.engine.errors import RequestError
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import new_token_ratio
@@ -30,21 +28,10 @@ def hidden(folder):
     return states
 
 
-def engine(folder, **settings):
-    return Engine(
-        EngineConfig(
-            **{
-                "model": str(folder), "device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_running_requests": 8,
-                "max_total_tokens": 1024, "skip_tokenizer": True, "chunked_prefill_size": 16, "page_size": 4, **settings,
-            }
-        )
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("overlap", [True, False])
-async def test_pooled_states_are_those_of_transformers(folder, hidden, overlap):
+async def test_pooled_states_are_those_of_transformers(engine, hidden, overlap):
     drawing = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    async with engine(folder, overlap=overlap) as running:
+    async with engine(overlap=overlap) as running:
         for _ in range(2):  # the second time the prompts are cached
             jobs = [
                 running.complete(prompt, SamplingParams(max_tokens=0, pooling=pooling))
@@ -69,9 +56,9 @@ async def test_pooling_goes_with_no_tokens_only():
         assert caught.value.param == "pooling"
 
 
-async def test_under_pressure_no_part_of_a_prompt_counts_twice(folder, hidden):
+async def test_under_pressure_no_part_of_a_prompt_counts_twice(engine, hidden):
     with patch.object(new_token_ratio, "INITIAL", 0.0):
-        async with engine(folder, max_total_tokens=112) as running:
+        async with engine(max_total_tokens=112) as running:
             drawing = [
                 running.complete(PROMPTS[0][k:40], SamplingParams(max_tokens=40, temperature=0.0)) for k in range(3)
             ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,28 +40,8 @@ def demo_folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def dummy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3 shape for dummy weights: head_dim 128, q and k norms."""
-    folder = tmp_path_factory.mktemp("qwen3")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 5003,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+def dummy_folder(qwen3_folder: Callable[..., Path]) -> Path:
+    return qwen3_folder()
 
 
 def dummy_settings(folder: Path, **more: object) -> dict[str, object]:

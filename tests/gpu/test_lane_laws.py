@@ -20,23 +20,6 @@ from slipstream.streams.cuda_lane import CudaLane
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 5003,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
 # Prompts of many lengths in a pool that is too small for all of them: chunks, mixed steps, retractions, graphs and eager steps.
 RUN = """
 import asyncio, json, sys
@@ -57,10 +40,10 @@ async def run(folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3")
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    return made
+def folder(qwen3_folder: Callable[..., Path]) -> Path:
+    return qwen3_folder(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
 
 
 def drawn(folder: Path) -> tuple[list[list[int]], int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -34,28 +33,8 @@ PROMPTS = [[7 * at % VOCAB for at in range(start, start + 20 + 29 * start)] for 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3 shape for dummy weights."""
-    path = tmp_path_factory.mktemp("qwen3")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": VOCAB,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+def folder(qwen3_folder: Callable[..., Path]) -> Path:
+    return qwen3_folder(vocab_size=VOCAB, tie_word_embeddings=False)
 
 
 def engine_of(folder: Path, **more: object) -> Engine:

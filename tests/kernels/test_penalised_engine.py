@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import transformers
 
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -30,29 +29,9 @@ STOPS = tuple(range(200, 225))
 NUMBERS = range(2 * len(HOW))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A Llama of 2 layers and 300 ids, whose greedy choices are well apart."""
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() >= 2:
-                param.mul_(8.0)
-    path = tmp_path_factory.mktemp("tiny-llama")
-    model.save_pretrained(path)
-    return path
+@pytest.fixture
+def folder(tiny_llama):
+    return tiny_llama
 
 
 @contextlib.contextmanager

@@ -148,8 +148,8 @@ class CudaStep:
         if graphs is not None:
             self._parts.runner.num_forwards[type(graphs).__name__] += 1
             self._drawable = graphs.execute(self._batch, self._block_cpu)
-            if self._drawable.hidden is not None:
-                self._extras.keep_hidden(self._parts.runner.model, self._drawable.hidden)
+            if self._drawable.states is not None:
+                self._extras.keep_hidden(self._parts.runner.model, self._drawable.states)
 
     def _forward_by_runner(self) -> None:
         parts = self._parts
@@ -157,9 +157,9 @@ class CudaStep:
             return
         self._extras.start_rows()
         batch, output = parts.runner.forward(self._batch, self._staged.to(parts.device))
-        self._extras.score_prompts(parts.runner.model, output.hidden)
-        self._extras.pool(parts.runner.model, output.hidden)
-        self._extras.keep_hidden(parts.runner.model, output.hidden)
+        self._extras.score_prompts(parts.runner.model, output.states)
+        self._extras.pool(parts.runner.model, output.states)
+        self._extras.keep_hidden(parts.runner.model, output.states)
         if batch.num_samples:
             self._drawable = Drawable(
                 logits=output.logits,

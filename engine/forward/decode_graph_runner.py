@@ -26,7 +26,7 @@ from ..sampling.cuda_sampler import CudaSampler, SampleKind
 
 if TYPE_CHECKING:
     from ..scheduler.schedule_batch import ScheduleBatch
-    from .forward_output import ForwardOutput
+    from .forward_output import ForwardOutput, TokenStates
     from .row_state import RowState
 
 _MAX_WRITES: Final = 1024  # page-table entries of one step; more of them make it an eager step
@@ -47,18 +47,18 @@ class DecodeForward(Protocol):
 
 
 class Captured(NamedTuple):
-    """What a captured forward writes. Shapes: logits [B, vocab]; hidden [B, hidden size], before the last norm: None where
-    graphs are captured without, and its memory is used again.
+    """What a captured forward writes. Shapes: logits [B, vocab]; states of B tokens, None where graphs are captured without,
+    whose memory is used again.
     """
 
     logits: torch.Tensor
-    hidden: torch.Tensor | None
+    states: TokenStates | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawable:
     """What a forward leaves for its sample, on the compute lane. Shapes: logits [B, vocab]; rows, lengths [B]; num_rows [1];
-    hidden [B, hidden size], before the last norm, of a graph that gives them.
+    states of B tokens, of a graph that gives them.
 
     Lifetime: of a graph's logits and hidden states until the next replay, which is launched after the sample.
     """
@@ -68,7 +68,7 @@ class Drawable:
     num_rows: torch.Tensor
     lengths: torch.Tensor
     bucket: DecodeBucket | None
-    hidden: torch.Tensor | None = None
+    states: TokenStates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class DecodeGraphRunner:
             num_rows=self._num_rows,
             lengths=bucket.inputs.seq_lens,
             bucket=bucket,
-            hidden=output.hidden,
+            states=output.states,
         )
 
     def _capture(self, num_rows: int, pool: GraphPool) -> DecodeBucket:
@@ -181,7 +181,7 @@ class DecodeGraphRunner:
         def forward() -> Captured:
             table_writes(self._num_writes, self._writes, self._row_state.page_table)
             output = self._decoder.forward(step, inputs)
-            return Captured(output.logits, None if self._hidden_states == "none" else output.hidden)
+            return Captured(output.logits, None if self._hidden_states == "none" else output.states)
 
         captured: Graph[Captured]
         if self._breaks is None:

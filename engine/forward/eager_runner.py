@@ -36,5 +36,5 @@ class EagerRunner:
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Compute the step on the compute lane. The output is its own."""
         attention = prepare_step(self._decode_attention, self._extend_attention, batch)
-        hidden = self._model(ForwardContext.of(batch, self._kv_pool, attention))
-        return ForwardOutput(logits=self._model.logits(hidden, batch.logits_indices), hidden=hidden)
+        states = self._model(ForwardContext.of(batch, self._kv_pool, attention))
+        return ForwardOutput(logits=self._model.logits(states, batch.logits_indices), states=states)

@@ -18,6 +18,7 @@ from ..sampling.cuda_sampler import CudaSampler, SampleKind
 from ..sampling.token_counts import TokenCounts
 from .cuda_step import CudaParts
 from .decode_graph_runner import DecodeForward, DecodeGraphRunner, decode_buckets
+from .forward_output import TokenStates
 from .memory_plan import MemoryPlan, device_memory
 from .plain_decoder import PlainDecoder
 from .prefill_graph_runner import PrefillAttention, PrefillGraphRunner
@@ -93,9 +94,11 @@ def _load_blocking(runner: ModelRunner, sampler: CudaSampler, logits_counts: Seq
     """
     rows = torch.zeros(logits_counts[-1], dtype=torch.int32, device=sampler.results.device)
     with torch.inference_mode():
-        hidden = runner.model.embedding[:1]
+        config = runner.model.config
+        residual = runner.model.embedding[:1]
+        states = TokenStates(residual=residual, attended=residual.new_zeros(1, config.num_heads, config.head_dim))
         for count in logits_counts:
-            logits = runner.model.logits(hidden, rows[:count])
+            logits = runner.model.logits(states, rows[:count])
             for kind in SampleKind:
                 sampler.draw(logits, rows[:count], sampler.counts[:1], rows[:count], kind)
 

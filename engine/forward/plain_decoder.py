@@ -17,7 +17,7 @@ from ..kernels.step_prologue import StepInputs, step_prologue
 from ..models.fused_decoder import DecodeRows
 from .forward_batch import ForwardBatch
 from .forward_context import ForwardContext
-from .forward_output import ForwardOutput
+from .forward_output import ForwardOutput, TokenStates
 from .kv_loc_plan import KVLocPlan
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ class PlainDecoder:
         plan = self._attention.prepare(batch, decode=True, extend=False)
         whole = StepAttention(num_decode=num_rows, decode_plan=plan, extend_plan=None)
         attention = whole if self._breaks is None else _BrokenOut(self._breaks.eager_on_graph(whole.forward))
-        hidden = self._model(ForwardContext.of(batch, self._pool, attention))
-        return ForwardOutput(logits=self._model.logits(hidden, batch.logits_indices), hidden=hidden)
+        behind_attention = self._model(ForwardContext.of(batch, self._pool, attention))
+        # Captured whole: the hidden states of a step that asks for them are the ones its logits were made of.
+        states = TokenStates(residual=self._model.hidden(behind_attention, slice(None)))
+        return ForwardOutput(logits=self._model.logits(states, batch.logits_indices), states=states)
 
 
 @dataclass(frozen=True, slots=True)

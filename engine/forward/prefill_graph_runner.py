@@ -1,5 +1,5 @@
-"""Prefill and mixed steps as CUDA graphs by token bucket: embedding and layers captured, final norm and LM head eager on
-the rows that sample, so that a graph does not depend on the number of requests.
+"""Prefill and mixed steps as CUDA graphs by token bucket: captured up to the last layer's attention; what follows is eager,
+on the rows that sample, so that a graph does not depend on the number of requests.
 
     breakable   [ embed · norm · qkv · rope+KV ] ─ attention ─ [ o · norm · MLP · norm · qkv · rope+KV ] ─ attention ─ …
     extend      one graph, attention inside: token bucket × slots for rows with prompts
@@ -23,7 +23,7 @@ from ...streams.breakable_graph import BreakableGraph, GraphBreaks
 from ...streams.graph import CapturedGraph, GraphPool, noting
 from ..attention.backend import AttentionBackend, AttentionPlan, GraphBucket, StepAttention, prepare_step
 from .forward_context import ForwardContext
-from .forward_output import ForwardOutput
+from .forward_output import ForwardOutput, TokenStates
 from .token_inputs import TokenInputs
 
 if TYPE_CHECKING:
@@ -176,8 +176,9 @@ class PrefillGraphRunner:
             self._graphs[chosen].replay()
         finally:
             self._live = None
-        hidden = self._buffers.hidden[:num_tokens]
-        return ForwardOutput(logits=self._model.logits(hidden, batch.logits_indices), hidden=hidden)
+        buffers = self._buffers
+        states = TokenStates(residual=buffers.hidden[:num_tokens], attended=buffers.attended[:num_tokens])
+        return ForwardOutput(logits=self._model.logits(states, batch.logits_indices), states=states)
 
     def _choose(self, batch: ForwardBatch) -> tuple[Kind, int] | None:
         """The graph for this step."""

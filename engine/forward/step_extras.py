@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..sampling.logprobs import RawLogprobs
     from ..sampling.token_counts import CountStarts, TokenCounts
     from ..scheduler.schedule_batch import ScheduleBatch
+    from .forward_output import TokenStates
     from .step_parts import Stage
 
 
@@ -77,33 +78,33 @@ class StepExtras:
             self._counts.start(self._starts, self._starts_block.to(self._device, non_blocking=True))
             self._starts = self._starts_block = None
 
-    def pool(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
-        """Behind the forward: the hidden states that were asked for, a vector a row. Shapes: hidden [T, hidden size]."""
+    def pool(self, model: LlamaForCausalLM, states: TokenStates) -> None:
+        """Behind the forward: the hidden states that were asked for, a vector a row."""
         if not self._batch.pooled:
             return
         starts = (0, *accumulate(self._batch.num_new))
         vectors = []
         for place, sums in self._batch.pooled:
-            rows = (
-                hidden[starts[place] : starts[place + 1]] if sums else hidden[starts[place + 1] - 1 : starts[place + 1]]
-            )
-            parts = rows.split(SLICE_POSITIONS)
-            vectors.append(torch.stack([model.norm(part).float().sum(0) for part in parts]).sum(0))
+            end = starts[place + 1]
+            first = starts[place] if sums else end - 1
+            parts = [slice(at, min(at + SLICE_POSITIONS, end)) for at in range(first, end, SLICE_POSITIONS)]
+            sliced = [model.norm(model.hidden(states, part)).float().sum(0) for part in parts]
+            vectors.append(torch.stack(sliced).sum(0))
         self._pooled = torch.stack(vectors)
 
-    def keep_hidden(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
+    def keep_hidden(self, model: LlamaForCausalLM, states: TokenStates) -> None:
         """Behind the forward, before the next one: the hidden states that are brought home as they are, out of what may be
-        a graph's own. Shapes: hidden [T, hidden size].
+        a graph's own.
         """
         if self._cut is not None and self._cut_block is not None:
             places = self._cut_block.to(self._device, non_blocking=True)
-            self._hidden = self._cut.take(model, hidden, places)
+            self._hidden = self._cut.take(model, states, places)
 
-    def score_prompts(self, model: LlamaForCausalLM, hidden: torch.Tensor) -> None:
-        """Behind the forward. Shapes: hidden [T, hidden size]."""
+    def score_prompts(self, model: LlamaForCausalLM, states: TokenStates) -> None:
+        """Behind the forward."""
         if self._prompts is not None and self._prompts_block is not None:
             block = self._prompts_block.to(self._device, non_blocking=True)
-            self._prompt_scores = self._prompts.compute(model, hidden, block)
+            self._prompt_scores = self._prompts.compute(model, states, block)
 
     def stage(self, inputs: SampleInputs) -> None:
         """Take what the host adds to the sample."""

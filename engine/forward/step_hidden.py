@@ -14,6 +14,7 @@ from ..outputs import HiddenStates
 if TYPE_CHECKING:
     from ..models.llama import LlamaForCausalLM
     from ..scheduler.schedule_batch import ScheduleBatch
+    from .forward_output import TokenStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +44,10 @@ class HiddenCut:
             firsts=tuple((place, batch.num_prior[place] + first) for place, first in batch.shown),
         )
 
-    def take(self, model: LlamaForCausalLM, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Shapes: hidden [T, H], before the last norm; places: `packed` on the device → [N, H], behind it, on its own."""
-        if places.shape[0] != hidden.shape[0]:
-            hidden = hidden.index_select(0, places)
-        states: torch.Tensor = model.norm(hidden)
-        return states
+    def take(self, model: LlamaForCausalLM, states: TokenStates, places: torch.Tensor) -> torch.Tensor:
+        """Shapes: places: `packed` on the device → [N, H], behind the last norm, on its own."""
+        normed: torch.Tensor = model.norm(model.hidden(states, places))
+        return normed
 
     def read(self, states: torch.Tensor) -> dict[int, HiddenStates]:
         """By position in the batch's rows. Shapes: states [N, H] on the host."""

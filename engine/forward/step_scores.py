@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..models.llama import LlamaForCausalLM
     from ..scheduler.schedule_batch import PromptScores, ScheduleBatch
     from ..worker import SampleInputs
+    from .forward_output import TokenStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +41,11 @@ class PromptScoring:
             targets += score.targets
         return cls(packed=places.tobytes() + bytes(targets), num_tokens=len(places), scores=batch.scored)
 
-    def compute(self, model: LlamaForCausalLM, hidden: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """Shapes: hidden [T, H]; block: `packed` on the device → [N, 1 + 2 k] fp64."""
+    def compute(self, model: LlamaForCausalLM, states: TokenStates, block: torch.Tensor) -> torch.Tensor:
+        """Shapes: block: `packed` on the device → [N, 1 + 2 k] fp64."""
         places, targets = block.long().view(2, self.num_tokens)
         num_top = max(score.num_top for score in self.scores)
-        return scored_prompt(lambda at: model.logits(hidden, at), places, targets, num_top)
+        return scored_prompt(lambda at: model.logits(states, at), places, targets, num_top)
 
     def read(self, rows: Sequence[Sequence[float]]) -> dict[int, tuple[TokenLogprobs, ...]]:
         """By position in the batch's rows."""

@@ -65,9 +65,9 @@ class TorchStep:
             self._extras.start_rows()
             if inputs is not None:
                 self._forward = self._parts.runner.forward(self._batch, inputs.to(self._parts.device))
-                self._extras.score_prompts(self._parts.runner.model, self._forward[1].hidden)
-                self._extras.pool(self._parts.runner.model, self._forward[1].hidden)
-                self._extras.keep_hidden(self._parts.runner.model, self._forward[1].hidden)
+                self._extras.score_prompts(self._parts.runner.model, self._forward[1].states)
+                self._extras.pool(self._parts.runner.model, self._forward[1].states)
+                self._extras.keep_hidden(self._parts.runner.model, self._forward[1].states)
 
         self._fault.attempt(run)
 

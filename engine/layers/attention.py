@@ -63,8 +63,14 @@ class Attention(nn.Module):
         return targets
 
     def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        q = self._rotate_and_store(self.qkv(x), rotation, ctx)
-        attended = ctx.attention.forward(q, self.layer)
+        return self.project(self.attend(x, rotation, ctx))
+
+    def attend(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """The first half, which writes the pool. Shapes: [T, hidden] → [T, Hq, D]."""
+        return ctx.attention.forward(self._rotate_and_store(self.qkv(x), rotation, ctx), self.layer)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """The other half, token by token. Shapes: [T, Hq, D] → [T, hidden]."""
         out: torch.Tensor = self.o(attended.view(-1, self.q_size))
         return out
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..forward.forward_output import ForwardOutput
+from ..forward.forward_output import ForwardOutput, TokenStates
 from ..kernels.decode_attention import RopeInputs, decode_attention
 from ..kernels.decode_plan import DecodeWorkspace, make_decode_workspace, plan_decode
 from ..kernels.linear import linear
@@ -90,10 +90,10 @@ class FusedDecoder:
             hidden=residual,
         )
         plan_decode(inputs.seq_lens, self._attention)
-        for index, layer in enumerate(model.layers):
-            self._layer(index, layer, residual, step.rows, inputs)  # type: ignore[arg-type]  # ModuleList forgets its element type
+        for index, layer in enumerate(model.stack):
+            self._layer(index, layer, residual, step.rows, inputs)
         logits = self._linear(residual, model.lm_head.weight, norm=model.norm.weight)
-        return ForwardOutput(logits=logits, hidden=residual)
+        return ForwardOutput(logits=logits, states=TokenStates(residual=residual))
 
     def _layer(
         self, index: int, layer: DecoderLayer, residual: torch.Tensor, rows: torch.Tensor, inputs: StepInputs

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..forward.forward_output import TokenStates
 from ..layers.attention import Attention
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMLP
@@ -56,9 +57,18 @@ class DecoderLayer(nn.Module):
         """Take what the layer before has not yet added (`x`; None for the first layer), update `residual` in place,
         return the same.
         """
+        return self.finish(self.attend(x, residual, rotation, ctx), residual)
+
+    def attend(
+        self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """The part that needs all tokens. Shapes: → [T, Hq, D]."""
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
-        attended = self.attention(normed, rotation, ctx)
-        out: torch.Tensor = self.mlp(self.mlp_norm.add(attended, residual))
+        return self.attention.attend(normed, rotation, ctx)
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The part that computes a token by itself."""
+        out: torch.Tensor = self.mlp(self.mlp_norm.add(self.attention.project(attended), residual))
         return out
 
 
@@ -77,6 +87,7 @@ class LlamaForCausalLM(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, dtype=dtype, device=device) for layer in range(config.num_layers)
         )
+        self.stack: tuple[DecoderLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]  # ModuleList forgets its element type
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head = Linear.tied_to(self.embedding)
@@ -94,8 +105,8 @@ class LlamaForCausalLM(nn.Module):
     def weight_targets(self) -> Mapping[str, WeightTarget]:
         """Every checkpoint name and its place."""
         targets = {"model.embed_tokens.weight": WeightTarget(param=self.embedding)}
-        for index, layer in enumerate(self.layers):
-            for name, target in layer.weight_targets().items():  # type: ignore[operator]  # ModuleList forgets its element type
+        for index, layer in enumerate(self.stack):
+            for name, target in layer.weight_targets().items():
                 targets[f"model.layers.{index}.{name}"] = target
         targets["model.norm.weight"] = WeightTarget(param=self.norm.weight)
         targets["lm_head.weight"] = WeightTarget(param=self.lm_head.weight)
@@ -108,25 +119,37 @@ class LlamaForCausalLM(nn.Module):
                 tied = module.weight is self.embedding
                 module.finish(row_bucket=row_bucket, keep_weight=tied)
 
-    def forward(self, ctx: ForwardContext) -> torch.Tensor:
-        """Compute one step up to the last norm: write its KV, return the residual stream. Shapes: → [T, hidden]."""
+    def forward(self, ctx: ForwardContext) -> TokenStates:
+        """Compute one step as far as its tokens need each other: write its KV, stop behind the last attention."""
         residual = self._embed(ctx)
         rotation = self.rotary.at(ctx.positions)
         x: torch.Tensor | None = None
-        for layer in self.layers:
+        for layer in self.stack[:-1]:
             x = layer(x, residual, rotation, ctx)
-        return residual if x is None else residual.add_(x)
+        return TokenStates(residual=residual, attended=self.stack[-1].attend(x, residual, rotation, ctx))
 
-    def logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Logits of some tokens of a step. Shapes: hidden [T, hidden], indices [S] int → [S, vocab] of the model's
-        dtype.
+    def hidden(self, states: TokenStates, indices: torch.Tensor | slice) -> torch.Tensor:
+        """The residual stream of some tokens of a step before the last norm, on its own. Shapes: indices [S] int, or a slice
+        of S → [S, hidden].
         """
+        residual = _rows_of(states.residual, indices)
+        if states.attended is None:
+            return residual
+        return residual.add_(self.stack[-1].finish(_rows_of(states.attended, indices), residual))
+
+    def logits(self, states: TokenStates, indices: torch.Tensor) -> torch.Tensor:
+        """Logits of some tokens of a step. Shapes: indices [S] int → [S, vocab] of the model's dtype."""
         if indices.shape[0] == 0:
-            return hidden.new_empty((0, self.config.vocab_size))
-        logits: torch.Tensor = self.lm_head(self.norm(hidden.index_select(0, indices)))
+            return states.residual.new_empty((0, self.config.vocab_size))
+        logits: torch.Tensor = self.lm_head(self.norm(self.hidden(states, indices)))
         return logits
 
     def _embed(self, ctx: ForwardContext) -> torch.Tensor:
         if ctx.hidden is None:
             return functional.embedding(ctx.input_ids, self.embedding)
         return torch.index_select(self.embedding, 0, ctx.input_ids, out=ctx.hidden)
+
+
+def _rows_of(x: torch.Tensor, indices: torch.Tensor | slice) -> torch.Tensor:
+    """A copy of some rows."""
+    return x[indices].clone() if isinstance(indices, slice) else x.index_select(0, indices)

@@ -47,7 +47,7 @@ class Bench:
             "torch_dtype": "float32",
         }
         config = ModelConfig.from_dict(raw)
-        model = build_model(config, max_position=128, dtype=torch.float32, device=CPU)
+        self.model = model = build_model(config, max_position=128, dtype=torch.float32, device=CPU)
         fill_dummy_weights(model)
         model.finish()
         shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -135,6 +135,30 @@ def test_every_step_gives_the_eager_logits_and_kv_whatever_ran_before(debug):
         torch.testing.assert_close(graphs.pool.keys[layer][1:], eager.pool.keys[layer][1:], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(graphs.pool.values[layer][1:], eager.pool.values[layer][1:], rtol=1e-4, atol=1e-5)
         assert torch.isfinite(graphs.pool.keys[layer]).all()
+
+
+@pytest.mark.parametrize("kind", ["eager", "graphs"])
+def test_the_last_feed_forward_is_computed_for_no_more_tokens_than_are_asked_for(kind):
+    bench = Bench(kind)
+    seen = []
+    for layer in (0, 2):
+        mlp = bench.model.stack[layer].mlp
+        mlp.register_forward_pre_hook(lambda _, args, layer=layer: seen.append((layer, args[0].shape[0])))
+    bench.run([0, 0], [9, 7], samples=[False, True])
+    assert seen == [(0, 16), (2, 1)]
+    seen.clear()
+    bench.run([9, 7], [16, 16], samples=[False, False])
+    assert seen == [(0, 32)]
+
+
+@torch.inference_mode()
+def test_hidden_states_of_some_tokens_are_those_of_all_and_change_nothing():
+    bench = Bench("graphs")
+    states = bench.runner.execute(bench.batch([0, 0], [9, 4])).states
+    every = bench.model.hidden(states, slice(None))
+    torch.testing.assert_close(bench.model.hidden(states, torch.tensor([12, 3])), every[[12, 3]], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bench.model.hidden(states, slice(4, 7)), every[4:7], rtol=1e-5, atol=1e-6)
+    assert torch.equal(bench.model.hidden(states, slice(None)), every)
 
 
 def test_padding_does_not_see_what_an_earlier_step_left():

@@ -229,6 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
     options = parser.parse_args(arguments)
+    for shape in options.shapes:
+        if not all(shape.partition("=")):
+            parser.error(f"a shape is NAME=FOLDER, not {shape!r}")
+    for setting in options.set:
+        if not setting.partition("=")[1]:
+            parser.error(f"a setting is NAME=VALUE, not {setting!r}")
     if options.json:  # minutes on the card must not end for want of a folder
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     settings: dict[str, object] = {}
@@ -237,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
     results: dict[str, dict[str, Any]] = {}
     for shape in options.shapes:
-        name, folder = shape.split("=", 1)
+        name, _, folder = shape.partition("=")
         if len(options.shapes) == 1:
             results[name] = uvloop.run(measure(name, folder, options.only, settings))
         else:

@@ -1,4 +1,5 @@
-"""Fails if the host's part of a step has become slower, by its ratio to a calibration loop on the same machine.
+"""Fails if the host's part of a step, or the marks in it, have become slower, by the ratio to a calibration loop on the same
+machine.
 
     python -m slipstream.profiling.host_guard [--write]
 
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from ..streams.marks import PHASES, RingMarks
 from .bench_host import host_step_us
 from .results import write_json
 
@@ -23,6 +25,7 @@ BASELINE: Final = Path(__file__).parent / "baselines" / "host.json"
 ROWS: Final = (1, 64, 256)
 ROUNDS: Final = 7
 MAX_GROWTH: Final = 1.5
+MARKED_STEPS: Final = 2000
 
 
 class _Cell:
@@ -52,23 +55,38 @@ def calibration_us() -> float:
     return best
 
 
+def marks_us() -> float:
+    """Microseconds of a step's marks that are on: the mean of many steps, in a loop that does nothing else."""
+    marks = RingMarks()
+    start = time.perf_counter_ns()
+    for step in range(MARKED_STEPS):
+        for phase in PHASES:
+            marks.end(marks.start(phase, step))
+    return (time.perf_counter_ns() - start) / 1e3 / MARKED_STEPS
+
+
 def ratios() -> dict[str, float]:
-    """Host time of a step over calibration, by number of rows: of each the least over the rounds."""
-    calibration = float("inf")
+    """Over calibration: host time of a step, by number of rows, and of a step's marks; of each the least over the rounds."""
+    calibration = marks = float("inf")
     steps = dict.fromkeys(ROWS, float("inf"))
     for _ in range(ROUNDS):
         for rows in ROWS:
             calibration = min(calibration, calibration_us())
             steps[rows] = min(steps[rows], host_step_us(rows, None)["total"])
-    return {str(rows): step / calibration for rows, step in steps.items()}
+            marks = min(marks, marks_us())
+    return {**{_name(rows): step / calibration for rows, step in steps.items()}, "marks of a step": marks / calibration}
+
+
+def _name(rows: int) -> str:
+    return f"step of {rows} rows"
 
 
 def judge(measured: dict[str, float], baseline: dict[str, float], *, max_growth: float = MAX_GROWTH) -> list[str]:
-    """A line for each number of rows that has become slower by more than `max_growth`."""
+    """A line for each part that has become slower by more than `max_growth`."""
     return [
-        f"{rows} rows: {measured[rows]:.3f} of the calibration, {measured[rows] / known:.2f} times the baseline of {known:.3f}"
-        for rows, known in baseline.items()
-        if measured[rows] > max_growth * known
+        f"{part}: {measured[part]:.4f} of the calibration, {measured[part] / known:.2f} times the baseline of {known:.4f}"
+        for part, known in baseline.items()
+        if measured[part] > max_growth * known
     ]
 
 
@@ -82,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write:
         write_json(options.baseline, "host guard", {"ratio": measured})
     baseline = json.loads(options.baseline.read_text())["results"]["ratio"]
-    for rows, ratio in measured.items():
-        print(f"host step at {rows:>3} rows: {ratio:.3f} of the calibration loop, baseline {baseline[rows]:.3f}")
+    for part, ratio in measured.items():
+        print(f"{part:>16}: {ratio:.4f} of the calibration loop, baseline {baseline[part]:.4f}")
     slower = judge(measured, baseline)
     if slower:
         raise SystemExit("the host has become slower:\n  " + "\n  ".join(slower))

@@ -33,7 +33,7 @@ _TILINGS = (
     (128, DecodeTiling(block_tokens=128, programs_per_multiprocessor=1)),
     (256, DecodeTiling(blocks_in_flight=3, programs_per_multiprocessor=2)),
 )
-_MANY = DecodeTiling(block_tokens=32, blocks_in_flight=3, programs_per_multiprocessor=4, num_warps=2)
+_MANY = DecodeTiling(block_tokens=32, blocks_in_flight=3, programs_per_multiprocessor=4, num_warps=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

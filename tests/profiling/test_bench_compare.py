@@ -10,7 +10,7 @@ import pytest
 
 from slipstream import cli
 from slipstream.engine.errors import ConfigError
-from slipstream.profiling import host_guard
+from slipstream.profiling import bench_h200, host_guard
 from slipstream.profiling.bench_compare import compare, comparison, load
 from slipstream.profiling.results import write_json
 
@@ -137,35 +137,55 @@ def test_a_file_that_is_no_result_is_refused(content: str, tmp_path: Path) -> No
 
 
 def test_the_guard_judges_by_ratio_and_names_what_grew() -> None:
-    assert host_guard.judge({"1": 0.14, "64": 0.9}, {"1": 0.1, "64": 1.0}) == []
-    (line,) = host_guard.judge({"1": 0.16, "64": 0.9}, {"1": 0.1, "64": 1.0})
-    assert line.startswith("1 rows")
+    assert host_guard.judge({"marks": 0.14, "step": 0.9}, {"marks": 0.1, "step": 1.0}) == []
+    (line,) = host_guard.judge({"marks": 0.16, "step": 0.9}, {"marks": 0.1, "step": 1.0})
+    assert line.startswith("marks")
     assert "1.60 times" in line
 
 
 def test_the_guard_fails_on_a_slower_host_and_passes_on_a_slower_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speed = {"machine": 1.0, "host": 1.0}
+    speed = {"machine": 1.0, "host": 1.0, "marks": 1.0}
     monkeypatch.setattr(host_guard, "calibration_us", lambda: 1000 * speed["machine"])
     monkeypatch.setattr(
         host_guard, "host_step_us", lambda rows, tokenizer: {"total": (10 + rows) * speed["machine"] * speed["host"]}
     )
+    monkeypatch.setattr(host_guard, "marks_us", lambda: 4 * speed["machine"] * speed["marks"])
     baseline = str(tmp_path / "host.json")
     host_guard.main(["--write", "--baseline", baseline])
     speed["machine"] = 3.0
     host_guard.main(["--baseline", baseline])
     assert "baseline 0.266" in capsys.readouterr().out
     speed["host"] = 1.6
-    with pytest.raises(SystemExit, match="slower"):
+    with pytest.raises(SystemExit, match="step of 64 rows"):
+        host_guard.main(["--baseline", baseline])
+    speed.update(host=1.0, marks=1.6)
+    with pytest.raises(SystemExit, match="marks of a step"):
         host_guard.main(["--baseline", baseline])
 
 
 @pytest.mark.checkout
 def test_the_baseline_holds_every_number_that_the_guard_measures() -> None:
     known = json.loads(host_guard.BASELINE.read_text())["results"]["ratio"]
-    assert set(known) == {str(rows) for rows in host_guard.ROWS}
+    assert set(known) == {f"step of {rows} rows" for rows in host_guard.ROWS} | {"marks of a step"}
 
 
 def test_the_calibration_takes_a_measurable_time() -> None:
     assert 100 < host_guard.calibration_us() < 1e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["0.6b"], "a shape is NAME=FOLDER, not '0.6b'"),
+        (["=x"], "not '=x'"),
+        (["a=b", "--set", "overlap"], "not 'overlap'"),
+    ],
+)
+def test_the_benchmark_of_the_card_says_what_a_shape_and_a_setting_look_like(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench_h200.main(arguments)
+    assert named in capsys.readouterr().err

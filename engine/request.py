@@ -81,7 +81,8 @@ class Request:
         "state",
         "stop_ids",
         "stop_texts",
-        "table_writes",
+        "table_columns",
+        "table_pages",
         "text",
     )
 
@@ -138,7 +139,9 @@ class Request:
         self.node_pages = 0  # how many of the leading `pages` the tree owns; the others are this request's own
         self.pages: list[int] = []
         self.num_slots = 0  # positions that `pages` have room for
-        self.table_writes: list[tuple[int, int]] = []  # (column, page) the device's row table does not know yet
+        # Entries that the device's row table does not know yet: the pages of some columns.
+        self.table_columns = array("i")
+        self.table_pages = array("i")
         self.num_planned = 0  # positions whose KV some launched step computes
         self.num_prefilled = 0  # positions found in the cache or computed by committed extend steps
         self.started = False  # the worker has this row's RowStart

@@ -7,6 +7,7 @@ from ..errors import MisuseError
 # Where an index is. One byte an index keeps a double release O(1) to catch.
 _NOBODY, _FREE, _TAKEN, _HELD = 0, 1, 2, 3
 _PLACES = ("nobody's", "free", "taken", "held")
+_LEAST_RUN = 8  # shorter ones are faster one by one
 
 
 class IndexPool:
@@ -117,6 +118,15 @@ class IndexPool:
     def _move(self, indices: Sequence[int], source: int, target: int) -> None:
         places = self._places
         size = len(places)
+        count = len(indices)
+        if count > _LEAST_RUN:
+            # Pages of a long prompt mostly come and go as one ascending run: two slices instead of a loop.
+            first = indices[0]
+            if 0 < first <= size - count and indices == list(range(first, first + count)):
+                run = slice(first, first + count)
+                if places[run] == bytes((source,)) * count:
+                    places[run] = bytes((target,)) * count
+                    return
         for position, index in enumerate(indices):
             if not 0 < index < size or places[index] != source:
                 # Read before the roll-back: an index named twice is reported as what the first naming made of it.

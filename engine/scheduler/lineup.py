@@ -113,12 +113,9 @@ def _scores(request: Request, index: int, start: int, end: int) -> list[PromptSc
 def _table_writes(members: list[Request]) -> tuple[bytes, bytes, bytes]:
     rows, columns, pages = array("i"), array("i"), array("i")
     for request in members:
-        writes = request.table_writes
-        if writes:
-            row = request.row
-            for column, page in writes:
-                rows.append(row)
-                columns.append(column)
-                pages.append(page)
-            request.table_writes = []
+        if request.table_pages:
+            rows.extend(array("i", (request.row,)) * len(request.table_pages))
+            columns.extend(request.table_columns)
+            pages.extend(request.table_pages)
+            request.table_columns, request.table_pages = array("i"), array("i")
     return rows.tobytes(), columns.tobytes(), pages.tobytes()

@@ -6,6 +6,7 @@ request, one step's hold list) and law 6 (only positions of committed steps ente
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from ..cache.page_allocator import PageAllocator
@@ -91,7 +92,8 @@ class RequestMemory:
         assert request.node is not None
         self.tree.record_use(request.node)
         request.row = self.rows.allocate()
-        request.table_writes = list(enumerate(request.pages))
+        request.table_columns = array("i", range(len(request.pages)))
+        request.table_pages = array("i", request.pages)
 
     def grow(self, request: Request, num_positions: int) -> None:
         """Give `request` room for its first `num_positions` positions, out of free pages (see `secure`)."""
@@ -101,7 +103,8 @@ class RequestMemory:
             return
         taken = self.pages.allocate(more)
         request.pages.extend(taken)
-        request.table_writes.extend(enumerate(taken, have))
+        request.table_columns.extend(range(have, have + more))
+        request.table_pages.extend(taken)
         request.num_slots = (have + more) * self.page_size
 
     def share(self, request: Request) -> None:
@@ -118,7 +121,7 @@ class RequestMemory:
         request.node = None
         request.node_pages = 0
         request.pages = []
-        request.table_writes = []
+        request.table_columns, request.table_pages = array("i"), array("i")
         request.row = request.num_slots = request.num_planned = request.num_prefilled = 0
         request.started = request.decoding = request.prefill_committed = False
 
@@ -159,7 +162,8 @@ class RequestMemory:
         # The row is pointed at the tree's pages by its next step; until that is launched our duplicates stay held.
         for index, _, tree_page in result.duplicates:
             request.pages[index] = tree_page
-            request.table_writes.append((index, tree_page))
+            request.table_columns.append(index)
+            request.table_pages.append(tree_page)
         self.pages.release([own_page for _, own_page, _ in result.duplicates], request.last_step)
         request.node = result.node
         request.node_pages = result.num_tree_pages

@@ -48,6 +48,28 @@ def test_freeing_what_is_not_taken_raises_and_changes_nothing(bad: list[int]) ->
     assert allocator.free_pages() == {3, 4}
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [*range(1, 13), 13],  # one that is free, at the end of a run
+        [*range(0, 12)],  # page zero
+        [*range(30, 42)],  # beyond the last
+        [*range(1, 11), 12, 11, 12],  # one named twice, in what is no run
+        [*range(12, 0, -1), 13],
+    ],
+)
+def test_freeing_a_long_run_that_is_not_taken_raises_and_changes_nothing(bad: list[int]) -> None:
+    allocator = PageAllocator(40, 1)
+    taken = allocator.allocate(12)
+    with pytest.raises(MisuseError):
+        allocator.free(bad)
+    allocator.check(taken)
+    allocator.free([*range(1, 10)])
+    allocator.check([10, 11, 12])
+    allocator.free([12, 10, 11])
+    allocator.check([])
+
+
 def test_a_page_named_by_a_launched_step_comes_home_with_its_commit_and_only_once() -> None:
     allocator = PageAllocator(4, 1)
     pages = allocator.allocate(4)

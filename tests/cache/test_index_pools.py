@@ -52,7 +52,7 @@ def test_freeing_what_is_not_taken_raises_and_changes_nothing(bad: list[int]) ->
     "bad",
     [
         [*range(1, 13), 13],  # one that is free, at the end of a run
-        [*range(0, 12)],  # page zero
+        [*range(12)],  # page zero
         [*range(30, 42)],  # beyond the last
         [*range(1, 11), 12, 11, 12],  # one named twice, in what is no run
         [*range(12, 0, -1), 13],

@@ -2,11 +2,12 @@
 on the rows that sample, so that a graph does not depend on the number of requests.
 
     breakable   [ embed · norm · qkv · rope+KV ] ─ attention ─ [ o · norm · MLP · norm · qkv · rope+KV ] ─ attention ─ …
-    extend      one graph, attention inside: token bucket × slots for rows with prompts
+    extend      [ embed · norm · qkv · rope+KV ] ─ plan ─ [ attention · … ], token bucket × slots for rows with prompts
     mixed       the same, with slots for decode rows
 
-What crosses the gaps, and what goes in and out, lies in buffers that all graphs share. Padded tokens have id 0,
-position 0 and slot 0 (page 0 is nobody's), and no attention.
+The device starts on a first segment before the host plans attention or launches the long second one. What crosses the
+gaps, and what goes in and out, lies in buffers that all graphs share. Padded tokens have id 0, position 0 and slot 0
+(page 0 is nobody's), and no attention.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
 from ...streams.breakable_graph import BreakableGraph, GraphBreaks
-from ...streams.graph import CapturedGraph, GraphPool, noting
+from ...streams.graph import GraphPool, noting
 from ..attention.backend import AttentionBackend, AttentionPlan, GraphBucket, StepAttention, prepare_step
 from .forward_context import ForwardContext
 from .forward_output import ForwardOutput, TokenStates
@@ -167,11 +169,8 @@ class PrefillGraphRunner:
         kind, size = chosen
         num_tokens = batch.num_tokens
         self._fill(batch, size)
-        if kind == "breakable":
-            attention = prepare_step(self._attention.decode, self._attention.extend, batch)
-            self._live = _LiveStep(attention=attention, num_tokens=num_tokens)
-        else:
-            self._prepare_replay(kind, size, batch)
+        attention = prepare_step(self._attention.decode, self._attention.extend, batch) if kind == "breakable" else None
+        self._live = _LiveStep(batch=batch, attention=attention)
         try:
             self._graphs[chosen].replay()
         finally:
@@ -205,18 +204,22 @@ class PrefillGraphRunner:
             # No layer writes what lies behind the step's tokens, and it must stay finite.
             self._buffers.attended[padded].zero_()
 
-    def _prepare_replay(self, kind: Kind, size: int, batch: ForwardBatch) -> None:
+    def _plan_live(self, kind: Kind, size: int) -> None:
+        """The gap ahead of attention inside a graph: its plan for the step that is replayed, and none for a capture."""
+        live = self._live
+        if live is None:
+            return
         decode, extend = self._attention.decode, self._attention.extend_inside(size)
         bucket, has_decode = self._bucket(kind, size), kind == "mixed"
-        extend.prepare_replay(bucket, batch, decode=has_decode and decode is extend, extend=True)
+        extend.prepare_replay(bucket, live.batch, decode=has_decode and decode is extend, extend=True)
         if has_decode and decode is not extend:
-            decode.prepare_replay(bucket, batch, decode=True, extend=False)
+            decode.prepare_replay(bucket, live.batch, decode=True, extend=False)
 
     def _attend_live(self, layer: int) -> None:
         """The gap of one layer: attention of the step that is replayed; nothing while graphs are captured."""
         live, buffers = self._live, self._buffers
-        if live is not None:
-            tokens = slice(0, live.num_tokens)
+        if live is not None and live.attention is not None:
+            tokens = slice(0, live.batch.num_tokens)
             live.attention.forward(buffers.queries[tokens], layer, buffers.attended[tokens])
 
     def _bucket(self, kind: Kind, size: int) -> GraphBucket:
@@ -236,13 +239,10 @@ class PrefillGraphRunner:
             if kind == "mixed":
                 is_same = self._attention.decode is backend
                 decode = extend if is_same else self._attention.decode.prepare_capture(bucket)
-            attention = _AttentionInside(decode=decode, extend=extend, attended=attended)
+            plan = self._breaks.eager_on_graph(partial(self._plan_live, kind, size))
+            attention = _AttentionInside(plan=plan, decode=decode, extend=extend, attended=attended)
         forward = self._forward_of(size, attention)
-        if self._debug:
-            return BreakableGraph(self._breaks.eager_on_graph(forward), pool, self._breaks)
-        if kind == "breakable":
-            return BreakableGraph(forward, pool, self._breaks)
-        return CapturedGraph(forward, pool)
+        return BreakableGraph(self._breaks.eager_on_graph(forward) if self._debug else forward, pool, self._breaks)
 
     def _forward_of(self, size: int, attention: _AttentionInGap | _AttentionInside) -> Callable[[], None]:
         tokens, buffers = self._tokens.first(size), self._buffers
@@ -272,10 +272,10 @@ def _bucket_of(sizes: Sequence[int], num_tokens: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LiveStep:
-    """The step that is replayed now."""
+    """The step that is replayed now. `attention`: planned already, where it runs in the gaps."""
 
-    attention: StepAttention
-    num_tokens: int
+    batch: ForwardBatch
+    attention: StepAttention | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,13 +292,16 @@ class _AttentionInGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttentionInside:
-    """Attention that is captured with the rest."""
+    """Attention that is captured with the rest, behind the gap in which it is planned."""
 
+    plan: Callable[[], None]
     decode: AttentionPlan | None
     extend: AttentionPlan
     attended: torch.Tensor
 
     def forward(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        if layer == 0:
+            self.plan()
         if self.decode is not None:  # first: its padded slots are extend rows' tokens
             self.decode.decode(q, layer, self.attended)
         return self.extend.extend(q, layer, self.attended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -17,6 +18,7 @@ from .wake import Completion, EventWaiter, LaunchHostFunc, ThreadWaiter
 
 T = TypeVar("T")
 
+_CORES_TO_SPIN = 4
 _MAX_POOL_STREAMS = 32  # torch hands streams out of a ring of this size per device and priority
 
 
@@ -108,12 +110,19 @@ class CudaFence:
         self._pool.give_back(event)
 
 
+def default_waiter(name: str) -> ThreadWaiter:
+    """A thread that spins while a ticket is out, or sleeps where that would take a core from the loop. Spinning, the loop
+    learns of the end of a step 60 to 140 µs earlier: a sleeping core wakes the later the longer it slept.
+    """
+    return ThreadWaiter(name, blocking=len(os.sched_getaffinity(0)) < _CORES_TO_SPIN)
+
+
 class CudaLane:
     """A `Lane` whose queue is a CUDA stream.
 
     `submit` runs inline under the stream; all else is events. `waiter` decides how tickets wake the loop (by default
-    a daemon thread that sleeps on blocking events); a lane owns its waiter, because completions are awaited in the
-    order of one stream.
+    a daemon thread, see `default_waiter`); a lane owns its waiter, because completions are awaited in the order of one
+    stream.
     """
 
     def __init__(
@@ -126,7 +135,7 @@ class CudaLane:
     ) -> None:
         self.name = name
         self.stream = stream if stream is not None else distinct_streams(1, device)[0]
-        self._waiter: EventWaiter = waiter if waiter is not None else ThreadWaiter(name)
+        self._waiter: EventWaiter = waiter if waiter is not None else default_waiter(name)
         self._fence_events = EventPool()
         self._ticket_events = EventPool(blocking=self._waiter.blocking_events)
         self._held = HoldList()

@@ -100,7 +100,7 @@ class EventWaiter(Protocol):
 
 
 class ThreadWaiter:
-    """A daemon thread that waits for one event after the other. `blocking=False` spins: a core for some microseconds."""
+    """A daemon thread that waits for one event after the other. `blocking=False` spins: a core while one is out."""
 
     def __init__(self, name: str, *, blocking: bool = True) -> None:
         self._name = name

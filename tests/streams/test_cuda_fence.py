@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
-from slipstream.streams.cuda_lane import CudaFence, EventPool
+import pytest
+
+from slipstream.streams.cuda_lane import CudaFence, EventPool, default_waiter
 
 
 class FakeEvent:
@@ -64,3 +67,11 @@ def test_an_event_goes_back_once_however_many_threads_see_it_passed() -> None:
         for thread in threads:
             thread.join()
         assert len(pool) == 1
+
+
+@pytest.mark.parametrize(("cores", "sleeps"), [(1, True), (3, True), (4, False), (16, False)])
+def test_a_lane_spins_for_its_tickets_only_where_that_takes_no_core_from_the_loop(
+    monkeypatch: pytest.MonkeyPatch, cores: int, sleeps: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert default_waiter("compute").blocking_events is sleeps

@@ -7,8 +7,6 @@ import random
 from array import array
 from collections.abc import Collection, Mapping, Sequence, Set
 
-import numpy as np
-
 from .errors import MisuseError, RequestError, shown
 from .grammar_session import CompiledGrammar
 from .logit_rules import LogitRules
@@ -94,7 +92,7 @@ class RequestBuilder:
         vocab_size = self._limits.vocab_size
         try:
             packed = array("I", prompt_ids)  # unsigned: three times as fast as "i", and no id is negative afterwards
-            are_known = not packed or int(np.frombuffer(packed, np.uint32).max()) < vocab_size
+            are_known = not packed or max(prompt_ids) < vocab_size
         except OverflowError:
             packed, are_known = array("I"), False
         except (TypeError, ValueError) as error:

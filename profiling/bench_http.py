@@ -49,6 +49,7 @@ SWEEP_MS = (8.0, 4.0, 2.0, 1.0, 0.5)
 MODEL_STREAMS = (1, 16, 64, 256)
 MODES = ("ids", "text")
 MODEL_VOCAB = 32_000  # ids that every model has
+ALONE_REPEATS = 5
 LARGEST_VOCAB = 300_000
 
 
@@ -166,16 +167,18 @@ async def in_process(engine: Engine, load: Load) -> dict[str, float]:
     return {"ttft_ms_p50": quantile(first, 0.5), "ttft_ms_p99": quantile(first, 0.99), **numbers, **await watch}
 
 
-async def over_http(engine: Engine, load: Load) -> dict[str, float]:
+def server_of(engine: Engine) -> HttpServer:
+    return HttpServer(create_app(engine, served_model_name="bench"), port=0)
+
+
+async def over_http(server: HttpServer, engine: Engine, load: Load) -> dict[str, float]:
     """The load through a socket each, read by another process."""
-    app = create_app(engine, served_model_name="bench")
-    async with HttpServer(app, port=0) as server:
-        watch = asyncio.create_task(watch_loop(engine, load), name="watch")
-        bodies = [load.body(number) for number in range(load.num_streams)]
-        with timed_fan_out() as slices_us, calm_collector():
-            numbers = await run_client(server.port, load.path, bodies, load.output_tokens)
-        watch.cancel()
-        return {**numbers, "render_to_send_us_p50": quantile(slices_us, 0.5), **await watch}
+    watch = asyncio.create_task(watch_loop(engine, load), name="watch")
+    bodies = [load.body(number) for number in range(load.num_streams)]
+    with timed_fan_out() as slices_us, calm_collector():
+        numbers = await run_client(server.port, load.path, bodies, load.output_tokens)
+    watch.cancel()
+    return {**numbers, "render_to_send_us_p50": quantile(slices_us, 0.5), **await watch}
 
 
 @contextmanager
@@ -236,15 +239,14 @@ async def both_ways(load: Load) -> tuple[dict[str, float], dict[str, float]]:
     tokenizer = made_up_tokenizer(VOCAB)
     async with paced_engine(load, tokenizer) as engine:
         alone = await in_process(engine, load)
-    async with paced_engine(load, tokenizer) as engine:
-        return alone, await over_http(engine, load)
+    async with paced_engine(load, tokenizer) as engine, server_of(engine) as server:
+        return alone, await over_http(server, engine, load)
 
 
 def measure(load: Load, repeats: int) -> dict[str, float]:
     """Medians over `repeats` of the load with and without HTTP, and what a frame costs the loop."""
     pairs = [uvloop.run(both_ways(load)) for _ in range(repeats)]
-    http = {name: statistics.median(pair[1][name] for pair in pairs) for name in pairs[0][1]}
-    alone = {name: statistics.median(pair[0][name] for pair in pairs) for name in pairs[0][0]}
+    alone, http = medians([pair[0] for pair in pairs]), medians([pair[1] for pair in pairs])
     return {
         **http,
         "engine_itl_ms_p50": alone["itl_ms_p50"],
@@ -253,8 +255,17 @@ def measure(load: Load, repeats: int) -> dict[str, float]:
     }
 
 
-async def with_model(folder: str, streams: Sequence[int], output_tokens: int, *, text: bool) -> dict[str, object]:
-    """The loads on a real model with dummy weights, one engine for all: in process, then over HTTP."""
+def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Number by number."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+async def with_model(
+    folder: str, streams: Sequence[int], output_tokens: int, repeats: int, *, text: bool
+) -> dict[str, object]:
+    """The loads on a real model with dummy weights, one engine and one server for all: in process and over HTTP in turn,
+    medians. One stream alone has one first token: it is repeated more often.
+    """
     from ..engine.forward.tp_worker import TpWorker
     from ..engine.loader.model_source import resolve_model
 
@@ -268,12 +279,16 @@ async def with_model(folder: str, streams: Sequence[int], output_tokens: int, *,
     worker = TpWorker(EngineConfig.from_settings(settings), found.path)
     results: dict[str, object] = {}
     tokenizer = made_up_tokenizer(LARGEST_VOCAB) if text else None
-    async with Engine.on(worker, tokenizer=tokenizer, **settings) as engine:
+    async with Engine.on(worker, tokenizer=tokenizer, **settings) as engine, server_of(engine) as server:
         warm_up = Load(num_streams=8, output_tokens=32, text=text, vocab_size=MODEL_VOCAB)
-        await over_http(engine, warm_up)
+        await over_http(server, engine, warm_up)
         for num_streams in streams:
             load = Load(num_streams=num_streams, output_tokens=output_tokens, text=text, vocab_size=MODEL_VOCAB)
-            alone, http = await in_process(engine, load), await over_http(engine, load)
+            pairs = [
+                (await in_process(engine, load), await over_http(server, engine, load))
+                for _ in range(repeats if num_streams > 1 else ALONE_REPEATS * repeats)
+            ]
+            alone, http = medians([pair[0] for pair in pairs]), medians([pair[1] for pair in pairs])
             results[f"{num_streams} streams"] = {"in_process": alone, "http": http}
             print(f"{'text' if text else 'ids'}, {num_streams} streams: {told(alone, http)}", flush=True)
     return results
@@ -341,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.model:
         streams, is_text = options.streams or MODEL_STREAMS, options.mode == ["text"]
-        results = uvloop.run(with_model(options.model, streams, options.tokens, text=is_text))
+        results = uvloop.run(with_model(options.model, streams, options.tokens, options.repeats, text=is_text))
     else:
         results = scripted(options)
     if options.json:

@@ -24,7 +24,7 @@ from slipstream.http.openai_chat import ChatShape
 from slipstream.http.settings import FrontSettings
 from slipstream.http.step_times import StepTimes
 from slipstream.http.stream_interval import StreamInterval
-from slipstream.http.turnstile import A_TURN, Turnstile
+from slipstream.http.turnstile import AT_ONCE, Turnstile
 
 
 class Written:
@@ -250,29 +250,50 @@ async def test_a_request_says_one_line_in_the_log_without_its_prompt(
     assert "secret" not in caplog.text
 
 
-async def test_a_burst_enters_a_few_a_turn_and_in_order() -> None:
-    turnstile, entered = Turnstile(), []
-    for number in range(4 * A_TURN):
-        turnstile.enter(functools.partial(entered.append, number))
-    assert entered == list(range(A_TURN)), "the first do not wait"
-    turns = 0
-    while len(entered) < 4 * A_TURN:
-        before = len(entered)
+async def test_a_burst_enters_a_few_at_a_time_in_order_and_leaves_the_loop_as_long_as_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, pauses, entered = 0.0, [], []
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(
+        loop, "call_later", lambda delay, call: (pauses.append((delay, len(entered))), loop.call_soon(call))
+    )
+    turnstile = Turnstile(clock=lambda: now)
+
+    def work(number: int) -> None:
+        nonlocal now
+        entered.append(number)
+        now += 0.25
+
+    for number in range(3 * AT_ONCE + 1):
+        turnstile.enter(functools.partial(work, number))
+    assert entered == list(range(AT_ONCE)), "the first do not wait"
+    while len(entered) <= 3 * AT_ONCE:
         await asyncio.sleep(0)
-        turns += 1
-        assert len(entered) - before <= A_TURN
-    assert entered == list(range(4 * A_TURN))
-    assert turns >= 3
+    assert entered == list(range(3 * AT_ONCE + 1))
+    assert pauses == [(0.25 * AT_ONCE, AT_ONCE), (0.25 * AT_ONCE, 2 * AT_ONCE), (0.25 * AT_ONCE, 3 * AT_ONCE)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    turnstile.enter(functools.partial(entered.append, -1))
+    turnstile.enter(functools.partial(work, -1))
     assert entered[-1] == -1, "after the burst nobody waits"
+
+
+async def test_few_requests_enter_at_once_turn_after_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", None)  # nobody is made to wait
+    turnstile = Turnstile()
+    for number in range(5 * (AT_ONCE - 1)):
+        turnstile.enter(functools.partial(entered.append, number))
+        assert entered[-1] == number
+        if number % (AT_ONCE - 1) == AT_ONCE - 2:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
 
 async def test_a_probe_does_not_wait_behind_a_burst(serving: Any) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
     async with serving(num_pages=2048) as served:
-        clients = [await served.connect() for _ in range(8 * A_TURN)]
+        clients = [await served.connect() for _ in range(8 * AT_ONCE)]
         probe = await served.connect()
         for client in clients:
             await client.send("POST", "/generate", body)

@@ -7,20 +7,23 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
+WITHOUT_PAUSE = 16  # of a burst
 AT_ONCE = 3  # requests: reading, checking and submitting one takes 0.3 to 1 ms, and a turn is not to be longer than 3
 
 
 class Turnstile:
-    """Makes calls at once as long as few come; of many, AT_ONCE in a turn of the loop, in order, and after it none for as long
-    as that turn took: half of the loop is left to those who stream already, however slow or busy its processor is.
+    """Makes calls at once as long as few come; of many, AT_ONCE in a turn of the loop, in order. Once a burst is longer than
+    a step needs to be full, each turn is followed by as long a pause: half of the loop is left to those who stream
+    already, however slow or busy its processor is.
     """
 
-    __slots__ = ("_began", "_clock", "_is_turning", "_num_entered", "_waiting")
+    __slots__ = ("_began", "_clock", "_is_turning", "_num_entered", "_num_in_burst", "_waiting")
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
         self._waiting: deque[Callable[[], None]] = deque()
         self._num_entered = 0  # in this turn, or in the one that is made up for
+        self._num_in_burst = 0
         self._began = 0.0
         self._is_turning = False
 
@@ -33,6 +36,7 @@ class Turnstile:
 
     def _let_in(self, call: Callable[[], None]) -> None:
         self._num_entered += 1
+        self._num_in_burst += 1
         if not self._is_turning:
             self._is_turning = True
             self._began = self._clock()
@@ -46,12 +50,16 @@ class Turnstile:
     def _turn_over(self) -> None:
         self._is_turning = False
         if self._num_entered < AT_ONCE:
-            self._num_entered = 0
+            self._num_entered = self._num_in_burst = 0
+        elif self._num_in_burst < WITHOUT_PAUSE:
+            self._go_on()
         else:
             took = self._clock() - self._began
             asyncio.get_running_loop().call_later(took, self._go_on)
 
     def _go_on(self) -> None:
         self._num_entered = 0
+        if not self._waiting:
+            self._num_in_burst = 0
         while self._waiting and self._num_entered < AT_ONCE:
             self._let_in(self._waiting.popleft())

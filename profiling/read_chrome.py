@@ -62,12 +62,12 @@ class _Reader:
             except KeyError:
                 lane = lanes[key] = self._lane(*key)
             if lane is not None:
-                start = event["ts"]
+                start = round(event["ts"] * 1000)
                 lane.add(
                     event["name"],
-                    round(start * 1000),
-                    round((start + event.get("dur", 0)) * 1000),
-                    args.get("step", NO_STEP),
+                    start,
+                    start + round(event.get("dur", 0) * 1000),  # in whole nanoseconds the sum is exact
+                    args.get("step", NO_STEP) if category in OWN_CATEGORIES else NO_STEP,
                     args.get("correlation", NO_CORRELATION),
                 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def trace(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
     return [event for event in found if event.get("ph") == "X"]
 
 

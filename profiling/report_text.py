@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from .overlap_report import WAITING, OverlapReport, Phase, Spread
+from .overlap_report import OverlapReport, Phase, Spread
 from .timeline import NO_STEP
 
 MAX_PHASES: Final = 12
@@ -99,6 +99,7 @@ def _phases(report: OverlapReport) -> list[str]:
     if rest:
         together = Phase(
             name=f"{len(rest)} more",
+            is_wait=all(phase.is_wait for phase in rest),
             count=sum(phase.count for phase in rest),
             total_ns=sum(phase.total_ns for phase in rest),
             exposed_ns=sum(phase.exposed_ns for phase in rest),
@@ -110,7 +111,7 @@ def _phases(report: OverlapReport) -> list[str]:
 
 
 def _phase(report: OverlapReport, phase: Phase) -> str:
-    name = f"({phase.name})" if phase.name in WAITING else phase.name
+    name = f"({phase.name})" if phase.is_wait else phase.name
     times = (phase.total_ns, phase.exposed_ns, phase.between_ns, phase.hidden_ns)
     share = phase.exposed_ns / report.idle_ns if report.idle_ns else 0.0
     return f"{name[:27]:28}" + "".join(f"{_ms(each / report.num_steps):>11}" for each in times) + f"{share:>9.1%}"
@@ -130,7 +131,8 @@ def _stalls(report: OverlapReport) -> list[str]:
     limit = _ms(report.stall_limit_ns)
     if not report.stalls:
         return [f"no stall of the loop of {limit} or more"]
-    lines = [f"{len(report.stalls)} stalls of the loop of {limit} or more, and what held it"]
+    count = len(report.stalls)
+    lines = [f"{count} stall{'s' if count > 1 else ''} of the loop of {limit} or more, and what held it"]
     for stall in report.stalls[:MAX_STALLS]:
         seen = f"  in {', '.join(stall.seen)}" if stall.seen else ""
         lines.append(f"  {_ms(stall.end_ns - stall.start_ns):>10}  {stall.name}{seen}")

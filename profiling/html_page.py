@@ -19,6 +19,7 @@ TEMPLATE: Final = Path(__file__).with_name("timeline.html")
 MAX_STEPS: Final = 60
 MAX_SPANS: Final = 60_000
 MAX_REQUESTS: Final = 16
+MAX_DEPTH: Final = 6
 _SHOWN: Final = (LaneKind.LOOP, LaneKind.STALLS, LaneKind.RUNTIME, LaneKind.HOST, LaneKind.DEVICE, LaneKind.REQUESTS)
 
 
@@ -43,6 +44,8 @@ def html_page(
 def _panel(timeline: Timeline, report: OverlapReport, step_range: str | None, burst_gap_ns: int) -> dict[str, Any]:
     device_lanes = timeline.of_kind(LaneKind.DEVICE)
     device, lane_of = timeline.columns_and_lanes(device_lanes)
+    ran = device.ends > device.starts
+    device, lane_of = Columns(*(column[ran] for column in device)), lane_of[ran]
     runtime = timeline.columns(timeline.of_kind(LaneKind.RUNTIME))
     assigned = assign_steps(timeline, device, runtime, step_range=step_range, burst_gap_ns=burst_gap_ns)
     steps = assigned.steps
@@ -54,7 +57,7 @@ def _panel(timeline: Timeline, report: OverlapReport, step_range: str | None, bu
         mine = lane_of == position
         columns = Columns(*(column[mine] for column in device._replace(steps=steps)))
         lanes.append(_packed(timeline, lane, columns, start, end, names))
-    requests = timeline.of_kind(LaneKind.REQUESTS)
+    requests = [lane for lane in timeline.of_kind(LaneKind.REQUESTS) if _is_seen(lane, start, end)]
     lanes += [_lane(timeline, lane, start, end, names) for lane in requests[:MAX_REQUESTS]]
     busy = union(device.starts, device.ends)
     idle = busy.gaps(start, end)
@@ -79,6 +82,11 @@ def _panel(timeline: Timeline, report: OverlapReport, step_range: str | None, bu
         "facts": {number: facts[number] for number in numbers[inside].tolist() if number in facts},
         "report": report_json(report),
     }
+
+
+def _is_seen(lane: Lane, start: int, end: int) -> bool:
+    columns = lane.columns()
+    return bool(((columns.starts < end) & (columns.ends > start)).any())
 
 
 def _window(begins: Ints, device: Columns, report: OverlapReport) -> tuple[int, int]:
@@ -126,13 +134,15 @@ def _packed(
 
 
 def _depths(starts: list[int], ends: list[int]) -> list[int]:
+    """The first row that is free: inner spans stand under outer ones, and such as overlap, as kernels of one stream may,
+    take turns. What finds none stands in the last one.
+    """
     depths = []
-    open_ends: list[int] = []
+    free_from = [min(starts, default=0)] * MAX_DEPTH
     for start, end in zip(starts, ends, strict=True):
-        while open_ends and open_ends[-1] <= start:
-            open_ends.pop()
-        depths.append(min(len(open_ends), 5))
-        open_ends.append(end)
+        depth = next((row for row, free in enumerate(free_from) if free <= start), MAX_DEPTH - 1)
+        depths.append(depth)
+        free_from[depth] = max(free_from[depth], end)
     return depths
 
 

@@ -20,7 +20,6 @@ MAX_STEPS: Final = 60
 MAX_SPANS: Final = 60_000
 MAX_REQUESTS: Final = 16
 MAX_DEPTH: Final = 6
-_SHOWN: Final = (LaneKind.LOOP, LaneKind.STALLS, LaneKind.RUNTIME, LaneKind.HOST, LaneKind.DEVICE, LaneKind.REQUESTS)
 
 
 def html_page(
@@ -107,8 +106,8 @@ def _host_lanes(timeline: Timeline) -> list[Lane]:
     threads = {lane.thread for lane in loops}
     if threads:
         others = [lane for lane in others if lane.thread in threads]
-    others = sorted(sorted(others, key=len, reverse=True)[:4], key=lambda lane: _SHOWN.index(lane.kind))
-    return [*loops, *timeline.of_kind(LaneKind.STALLS), *others]
+    others = sorted(sorted(others, key=len, reverse=True)[:4], key=lambda lane: lane.kind is LaneKind.HOST)
+    return [*loops, *timeline.of_kind(LaneKind.STALLS), *others, *timeline.of_kind(LaneKind.PROFILER)]
 
 
 def _lane(timeline: Timeline, lane: Lane, start: int, end: int, names: dict[str, int]) -> dict[str, Any]:

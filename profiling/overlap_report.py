@@ -97,6 +97,7 @@ class OverlapReport:
     busy_ns: int
     idle_between_ns: int
     idle_within_ns: int
+    idle_profiled_ns: int  # of both: while the profiler itself worked, which would not have been without it
     streams: tuple[tuple[str, int], ...]  # name and busy time of each
     phases: tuple[Phase, ...]  # the most exposed first
     gaps: tuple[Gap, ...]  # the longest ones
@@ -182,6 +183,7 @@ def overlap_report(
         busy_ns=busy.total,
         idle_between_ns=between.total,
         idle_within_ns=idle.total - between.total,
+        idle_profiled_ns=_profiled(timeline, idle),
         streams=tuple((lane.name, _within(union(*lane.columns()[1:3]), start, end).total) for lane in device_lanes),
         phases=charged.phases(idle, between),
         gaps=charged.gaps(idle, before, after),
@@ -270,6 +272,12 @@ class _Charges:
 def _within(intervals: Intervals, start: int, end: int) -> Intervals:
     clipped = Intervals(np.clip(intervals.starts, start, end), np.clip(intervals.ends, start, end))
     return clipped.subset(clipped.ends > clipped.starts)
+
+
+def _profiled(timeline: Timeline, idle: Intervals) -> int:
+    own = timeline.columns(timeline.of_kind(LaneKind.PROFILER))
+    working = union(own.starts, own.ends)
+    return int(idle.covered(working.starts, working.ends).sum())
 
 
 def _steps_around(idle: Intervals, device: Columns, steps: Ints) -> tuple[Ints, Ints]:

@@ -63,6 +63,8 @@ class _Export:
         }
         self._read_calls(timeline, threads)
         self._read_nvtx(timeline, threads)
+        for start, end, name in self._rows("PROFILER_OVERHEAD", "start", "end", "nameId"):
+            timeline.lane("profiler", LaneKind.PROFILER).add(self._string(name), start, end)
         return timeline
 
     def _rows(self, table: str, *columns: str, where: str = "") -> Iterator[tuple[Any, ...]]:

@@ -15,7 +15,11 @@ MAX_GAPS: Final = 5
 
 
 def report_json(report: OverlapReport) -> dict[str, Any]:
-    """All of it, and what follows from it. Units as in the report: nanoseconds."""
+    """All of it, and what follows from it. Units as in the report: nanoseconds.
+
+    Sums grow with what was recorded. `per_step_ns` is for comparing recordings of different lengths.
+    """
+    num_steps = report.num_steps
     return {
         **dataclasses.asdict(report),
         "window_ns": report.window_ns,
@@ -23,7 +27,13 @@ def report_json(report: OverlapReport) -> dict[str, Any]:
         "idle_share": report.idle_share,
         "exposed_ns": report.exposed_ns,
         "hidden_ns": report.hidden_ns,
-        "tokens_per_s": report.tokens_per_s,
+        "tokens_per_s": report.tokens_per_s if report.num_tokens else None,
+        "per_step_ns": {
+            "idle": report.idle_ns / num_steps,
+            "exposed": report.exposed_ns / num_steps,
+            "hidden": report.hidden_ns / num_steps,
+            "exposed by": {phase.name: phase.exposed_ns / num_steps for phase in report.phases},
+        },
     }
 
 
@@ -64,6 +74,8 @@ def _summary(report: OverlapReport) -> list[str]:
         f"device idle      {report.idle_share:7.2%}   between {report.steps_are} {report.idle_between_ns / window:.2%},"
         f" within {report.idle_within_ns / window:.2%}"
     )
+    if report.idle_profiled_ns:
+        lines.append(f"  of that {report.idle_profiled_ns / window:.2%} while the profiler itself worked")
     exposed, hidden = report.exposed_ns, report.hidden_ns
     if exposed + hidden:
         lines.append(

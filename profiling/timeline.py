@@ -28,6 +28,7 @@ class LaneKind(StrEnum):
     HOST = "host"  # a thread's operators, annotations, NVTX ranges
     RUNTIME = "runtime"  # a thread's calls of the device's API
     DEVICE = "device"  # kernels and copies of one stream, or the jobs of a CPU lane
+    PROFILER = "profiler"  # what the recording itself cost: it stops whoever launches
     REQUESTS = "requests"  # waiting and being answered
 
 

@@ -301,3 +301,18 @@ def test_what_another_program_calls_a_step_is_none_of_the_engines(tmp_path: Path
     )
     (lane,) = read_trace(path).of_kind(LaneKind.DEVICE)
     assert {span.step for span in lane.spans()} == {-1}
+
+
+def test_the_profilers_own_work_is_kept_apart_through_every_format(tmp_path: Path) -> None:
+    on = {"device": 0, "stream": 7}
+    events = [kineto_event("kernel", "k", 100 * number, 10, **on) for number in range(4)]
+    events.append(
+        {"ph": "X", "cat": "overhead", "name": "Activity Buffer Request", "pid": -1, "tid": 0, "ts": 105, "dur": 40}
+    )
+    (tmp_path / "in.json").write_text(json.dumps({"traceEvents": events}))
+    timeline = read_trace(tmp_path / "in.json")
+    write_chrome(timeline, tmp_path / "out.json.gz")
+    for each in (timeline, read_trace(tmp_path / "out.json.gz")):
+        report = overlap_report(each)
+        assert report.host == "none recorded"
+        assert (report.idle_ns, report.idle_profiled_ns) == (270_000, 35_000)

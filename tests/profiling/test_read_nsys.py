@@ -259,3 +259,14 @@ def test_processes_of_one_recording_keep_their_calls_streams_and_domains_apart(t
     report = overlap_report(timeline)
     assert report.launch_to_start is not None
     assert (report.launch_to_start.least, report.launch_to_start.most, report.launch_to_start.count) == (5000, 5000, 6)
+
+
+def test_the_profilers_own_work_is_said_where_an_export_has_it(tmp_path: Path) -> None:
+    path = export_2020(tmp_path / "old.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(
+            "CREATE TABLE PROFILER_OVERHEAD (start INTEGER, end INTEGER, globalTid INTEGER, nameId INTEGER)"
+        )
+        database.execute("INSERT INTO PROFILER_OVERHEAD VALUES (50000, 60000, 1, 1)")
+        database.commit()
+    assert overlap_report(read_trace(path)).idle_profiled_ns == 10_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from slipstream import cli
 from slipstream.engine.errors import ConfigError
-from slipstream.profiling import bench_h200, host_guard
+from slipstream.profiling import bench_h200, host_guard, results
 from slipstream.profiling.bench_compare import compare, comparison, load
 from slipstream.profiling.overlap_report import overlap_report
 from slipstream.profiling.report_text import report_json
@@ -223,3 +225,24 @@ def test_the_benchmark_of_the_card_says_what_a_shape_and_a_setting_look_like(
     with pytest.raises(SystemExit):
         bench_h200.main(arguments)
     assert named in capsys.readouterr().err
+
+
+def test_a_result_of_changed_code_does_not_pass_for_one_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "profiling").mkdir()
+    source = tmp_path / "profiling" / "results.py"
+    source.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "c")
+    git("tag", "v1")
+    monkeypatch.setattr(results, "__file__", str(source))
+    clean = results.environment()["commit"]
+    assert re.fullmatch("[0-9a-f]{7,}", str(clean))
+    source.write_text("2")
+    assert results.environment()["commit"] == f"{clean}-dirty"

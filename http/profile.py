@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from starlette.responses import Response
 
+from ..engine.errors import MisuseError
 from .bodies import Strict
 from .endpoint import Call, json_response
 from .failures import Refused
@@ -26,7 +27,7 @@ async def start_profile(front: Front, call: Call) -> Response:
     front.check_open()
     body = checked(StartProfileBody, await optional_json(call.request, front.settings))
     if recorder.is_recording:
-        raise Refused(409, "a recording is under way", code="already_recording")
+        raise Refused(409, "a recording is under way; /stop_profile ends it", code="already_recording")
     recorder.start(num_steps=body.num_steps)
     return json_response({"num_steps": body.num_steps})
 
@@ -37,7 +38,10 @@ async def stop_profile(front: Front, call: Call) -> Response:
     body = checked(StopProfileBody, await optional_json(call.request, front.settings))
     if not recorder.is_recording:
         raise Refused(409, "nothing is being recorded", code="not_recording")
-    trace = await recorder.stop(wait_s=body.wait_s)
+    try:
+        trace = await recorder.stop(wait_s=body.wait_s)
+    except MisuseError as error:
+        raise Refused(409, str(error), code="not_recording") from error
     return Response(trace, media_type="application/json", headers={"content-encoding": "gzip"})
 
 

@@ -17,8 +17,11 @@ from ..engine.errors import ConfigError
 NOTABLE: Final = 0.03
 # What a number's name says of its direction. Counts and sizes have none.
 _MORE_IS_BETTER = re.compile(r"per_s$|tok_s|tokens_s$|gb_s$|ratio|speedup|goodput|hidden", re.IGNORECASE)
-_NO_DIRECTION = re.compile(r"(start|end|window|busy|limit)_ns$")  # moments, and sums that grow with what was recorded
-_LESS_IS_BETTER = re.compile(r"(^|[_ ,])(ms|us|ns|s|seconds)(_p?\d+)?$|(_|, )(ms|us|ns)[_ .]|idle|exposed")
+# Moments, and sums that grow with what was recorded. Host time that is hidden costs nothing, and is no gain either.
+_NO_DIRECTION = re.compile(r"(start|end|window|busy|limit|idle|between|within|exposed|hidden)_ns$|per_step_ns\.hidden$")
+_LESS_IS_BETTER = re.compile(
+    r"(^|[_ ,])(ms|us|ns|s|seconds)(_p?\d+)?$|(_|, )(ms|us|ns)[_ .]|idle|exposed|\bstep\.(median|mean|p99|least|most)$"
+)
 
 
 class Row(NamedTuple):
@@ -36,8 +39,16 @@ class Row(NamedTuple):
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Row]:
     """The numbers that both results have, in the order of the first."""
-    numbers, later = dict(_numbers(before["results"])), dict(_numbers(after["results"]))
+    first, second = before["results"], after["results"]
+    if _are_one_thing_each(first, second):
+        first, second = (next(iter(each.values())) for each in (first, second))
+    numbers, later = dict(_numbers(first)), dict(_numbers(second))
     return [_row(name, value, later[name]) for name, value in numbers.items() if name in later]
+
+
+def _are_one_thing_each(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether each has one result, by a name of its own: such as the reports on two traces."""
+    return len(before) == len(after) == 1 and before.keys() != after.keys()
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -57,13 +68,17 @@ def load(path: str | Path) -> dict[str, Any]:
 def comparison(before: Mapping[str, Any], after: Mapping[str, Any], *, shows_all: bool) -> str:
     """The table, and above it what differs between the machines and versions."""
     lines = [f"{before.get('benchmark')}: A against B"]
+    if before.get("benchmark") != after.get("benchmark"):
+        lines.append(f"  benchmark: {before.get('benchmark')} | {after.get('benchmark')}")
+    if _are_one_thing_each(before["results"], after["results"]):
+        lines.append("  of: " + " | ".join(next(iter(each["results"])) for each in (before, after)))
     lines += _differences(before.get("environment", {}), after.get("environment", {}))
     rows = compare(before, after)
     shown = [row for row in rows if shows_all or abs(row.ratio - 1) >= NOTABLE]
     width = max([len(row.name) for row in shown], default=4)
     lines.append(f"{'':{width}}{'A':>14}{'B':>14}{'B / A':>9}")
     lines += [
-        f"{row.name:{width}}{row.before:>14.6g}{row.after:>14.6g}{row.ratio:>9.3f}  {row.verdict}".rstrip()
+        f"{row.name:{width}}{row.before:>14.6g}{row.after:>14.6g} {row.ratio:>8.3f}  {row.verdict}".rstrip()
         for row in shown
     ]
     num_alike = sum(abs(row.ratio - 1) < NOTABLE for row in rows)

@@ -19,7 +19,7 @@ TEMPLATE: Final = Path(__file__).with_name("timeline.html")
 MAX_STEPS: Final = 60
 MAX_SPANS: Final = 60_000
 MAX_REQUESTS: Final = 16
-_SHOWN: Final = (LaneKind.LOOP, LaneKind.STALLS, LaneKind.RUNTIME, LaneKind.HOST, LaneKind.DEVICE, LaneKind.REQUESTS)
+MAX_DEPTH: Final = 6
 
 
 def html_page(
@@ -43,6 +43,8 @@ def html_page(
 def _panel(timeline: Timeline, report: OverlapReport, step_range: str | None, burst_gap_ns: int) -> dict[str, Any]:
     device_lanes = timeline.of_kind(LaneKind.DEVICE)
     device, lane_of = timeline.columns_and_lanes(device_lanes)
+    ran = device.ends > device.starts
+    device, lane_of = Columns(*(column[ran] for column in device)), lane_of[ran]
     runtime = timeline.columns(timeline.of_kind(LaneKind.RUNTIME))
     assigned = assign_steps(timeline, device, runtime, step_range=step_range, burst_gap_ns=burst_gap_ns)
     steps = assigned.steps
@@ -54,7 +56,7 @@ def _panel(timeline: Timeline, report: OverlapReport, step_range: str | None, bu
         mine = lane_of == position
         columns = Columns(*(column[mine] for column in device._replace(steps=steps)))
         lanes.append(_packed(timeline, lane, columns, start, end, names))
-    requests = timeline.of_kind(LaneKind.REQUESTS)
+    requests = [lane for lane in timeline.of_kind(LaneKind.REQUESTS) if _is_seen(lane, start, end)]
     lanes += [_lane(timeline, lane, start, end, names) for lane in requests[:MAX_REQUESTS]]
     busy = union(device.starts, device.ends)
     idle = busy.gaps(start, end)
@@ -81,6 +83,11 @@ def _panel(timeline: Timeline, report: OverlapReport, step_range: str | None, bu
     }
 
 
+def _is_seen(lane: Lane, start: int, end: int) -> bool:
+    columns = lane.columns()
+    return bool(((columns.starts < end) & (columns.ends > start)).any())
+
+
 def _window(begins: Ints, device: Columns, report: OverlapReport) -> tuple[int, int]:
     """Whole steps from the middle of the recording, as many as may be drawn."""
     if len(begins) < 3:
@@ -99,8 +106,8 @@ def _host_lanes(timeline: Timeline) -> list[Lane]:
     threads = {lane.thread for lane in loops}
     if threads:
         others = [lane for lane in others if lane.thread in threads]
-    others = sorted(sorted(others, key=len, reverse=True)[:4], key=lambda lane: _SHOWN.index(lane.kind))
-    return [*loops, *timeline.of_kind(LaneKind.STALLS), *others]
+    others = sorted(sorted(others, key=len, reverse=True)[:4], key=lambda lane: lane.kind is LaneKind.HOST)
+    return [*loops, *timeline.of_kind(LaneKind.STALLS), *others, *timeline.of_kind(LaneKind.PROFILER)]
 
 
 def _lane(timeline: Timeline, lane: Lane, start: int, end: int, names: dict[str, int]) -> dict[str, Any]:
@@ -126,13 +133,15 @@ def _packed(
 
 
 def _depths(starts: list[int], ends: list[int]) -> list[int]:
+    """The first row that is free: inner spans stand under outer ones, and such as overlap, as kernels of one stream may,
+    take turns. What finds none stands in the last one.
+    """
     depths = []
-    open_ends: list[int] = []
+    free_from = [min(starts, default=0)] * MAX_DEPTH
     for start, end in zip(starts, ends, strict=True):
-        while open_ends and open_ends[-1] <= start:
-            open_ends.pop()
-        depths.append(min(len(open_ends), 5))
-        open_ends.append(end)
+        depth = next((row for row, free in enumerate(free_from) if free <= start), MAX_DEPTH - 1)
+        depths.append(depth)
+        free_from[depth] = max(free_from[depth], end)
     return depths
 
 

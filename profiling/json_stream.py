@@ -17,6 +17,7 @@ CHUNK_BYTES: Final = 2 << 20
 MAX_HEAD_BYTES: Final = 64 << 20
 _HEAD = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")  # two events, or two objects inside of one: parsing tells
+_LIST_END = re.compile(r",\s*\]")  # with a comma too many, as some programs write it
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
@@ -25,7 +26,7 @@ class EventStream:
 
     A file is cut wherever `},{` might stand between two events. What lies between two cuts parses as a list of values
     exactly if both cuts were between events: anywhere else a bracket or a quote is left open.
-    Raises: TraceError if the file is not a Chrome trace, or ends in the middle.
+    Raises: TraceError if the file is not a Chrome trace, is no JSON, or ends in the middle.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -37,7 +38,7 @@ class EventStream:
         try:
             with _opened(self.path) as file:
                 yield from self._pieces(file)
-        except (OSError, EOFError, zlib.error) as error:  # a gzip file that was cut off, or damaged
+        except (OSError, EOFError, zlib.error, ValueError) as error:  # a gzip file cut off or damaged; no JSON
             raise TraceError(f"{self.path}: {error}") from error
 
     def _pieces(self, file: IO[bytes]) -> Iterator[list[dict[str, Any]]]:
@@ -68,15 +69,16 @@ class EventStream:
     def _parse_rest(self, rest: bytes) -> list[dict[str, Any]]:
         """The last events, and the members behind them."""
         end = rest.rfind(b"]")
-        while end != -1:
-            events = _try_list(rest[:end])
-            if events is not None:
-                tail = rest[end + 1 :].strip().lstrip(b",").strip()
-                if not self._is_list or tail:
-                    self.extras.update(self._loads(b"{" + tail))
-                return events
-            end = rest.rfind(b"]", 0, end)
-        raise TraceError(f"{self.path}: ends in the middle of an event: the file is incomplete")
+        events, over = _try_list(rest[: max(end, 0)])
+        if events is None and over is not None:  # the bracket was one of the members behind
+            end = rest.rfind(b"]", 0, over)
+            events, _ = _try_list(rest[:end])
+        if events is None or end == -1:
+            raise TraceError(f"{self.path}: ends in the middle of an event: the file is incomplete")
+        tail = rest[end + 1 :].strip().lstrip(b",").strip()
+        if not self._is_list or tail:
+            self.extras.update(self._loads(b"{" + tail))
+        return events
 
     def _loads(self, text: bytes) -> dict[str, Any]:
         try:
@@ -94,18 +96,30 @@ def _parse_whole(buffer: bytes) -> tuple[list[dict[str, Any]], int]:
         between = _BETWEEN.match(buffer, start)
         if between is None:
             continue
-        events = _try_list(buffer[: start + 1])
+        events, over = _try_list(buffer[: start + 1])
         if events is not None:
             return events, between.end() - 1
+        if over is not None:
+            end = over
     return [], 0
 
 
-def _try_list(text: bytes) -> list[dict[str, Any]] | None:
+def _try_list(text: bytes) -> tuple[list[dict[str, Any]] | None, int | None]:
+    """The events of a text that was cut behind one of them. None if it was cut elsewhere: inside of an event, or behind
+    the end of the list; then also where that is, at most.
+
+    Raises: ValueError if no cut can help: it is no JSON. Looking for one would take minutes.
+    """
     try:
-        loaded: list[dict[str, Any]] = orjson.loads(b"[" + text.rstrip().rstrip(b",") + b"]")
-    except orjson.JSONDecodeError:
-        return None
-    return loaded
+        return orjson.loads(b"[" + text.rstrip().rstrip(b",") + b"]"), None
+    except orjson.JSONDecodeError as error:
+        before, behind = error.doc[: error.pos], error.doc[error.pos :]
+        if before and len(behind) <= 1:  # all was well up to the cut
+            return None, None
+        comma = _LIST_END.match(behind)
+        if comma is not None or before.rstrip().endswith("]"):
+            return None, len(before.encode()) - 1 + (comma.end() if comma is not None else 0)
+        raise ValueError(f"no JSON: {error.msg} behind {before[-60:]!r}") from error
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -7,18 +7,21 @@ add up to the idle time exactly, and hidden is what the host did while the devic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from ..streams.marks import AWAIT
 from .intervals import Intervals, Ints, innermost, least_per_key, look_up, union
 from .stalls import Stall, find_stalls
 from .steps import Assigned, assign_steps, by_graph, launched_steps
 from .timeline import NO_CORRELATION, NO_STEP, Columns, LaneKind, Timeline, TraceError
 
 OUTSIDE: Final = "outside"  # no range on the host's thread: other tasks of the loop, or code without marks
+WAITING: Final = re.compile(rf"^{AWAIT}$|^(cuda|cu|hip)[A-Z]\w*Synchronize")
 MAX_GAPS: Final = 20
 BURST_GAP_NS: Final = 20_000
 
@@ -56,6 +59,7 @@ class Phase:
     """
 
     name: str
+    is_wait: bool  # nothing was done in it: the loop awaited, the thread was stopped, or no range was recorded
     count: int
     total_ns: int
     exposed_ns: int
@@ -93,6 +97,7 @@ class OverlapReport:
     busy_ns: int
     idle_between_ns: int
     idle_within_ns: int
+    idle_profiled_ns: int  # of both: while the profiler itself worked, which would not have been without it
     streams: tuple[tuple[str, int], ...]  # name and busy time of each
     phases: tuple[Phase, ...]  # the most exposed first
     gaps: tuple[Gap, ...]  # the longest ones
@@ -119,18 +124,15 @@ class OverlapReport:
     @property
     def exposed_ns(self) -> int:
         """Host time, waiting left out, that the device stood still for."""
-        return sum(phase.exposed_ns for phase in self.phases if phase.name not in WAITING)
+        return sum(phase.exposed_ns for phase in self.phases if not phase.is_wait)
 
     @property
     def hidden_ns(self) -> int:
-        return sum(phase.hidden_ns for phase in self.phases if phase.name not in WAITING)
+        return sum(phase.hidden_ns for phase in self.phases if not phase.is_wait)
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.window_ns * 1e9
-
-
-WAITING: Final = ("await", OUTSIDE)
 
 
 def overlap_report(
@@ -165,7 +167,7 @@ def overlap_report(
     idle = busy.gaps(start, end)
     before, after = _steps_around(idle, device, assigned.steps)
     between = idle.subset((before != after) | (before == NO_STEP))
-    host_name, host = _host(timeline, runtime)
+    host_name, host = _host(timeline)
     charged = _Charges(timeline, host, start, end)
     limit = stall_ns if stall_ns is not None else min(5_000_000, step.median if step else 5_000_000)
     distances = _launch_to_start(timeline, device, runtime, assigned, start, end)
@@ -181,6 +183,7 @@ def overlap_report(
         busy_ns=busy.total,
         idle_between_ns=between.total,
         idle_within_ns=idle.total - between.total,
+        idle_profiled_ns=_profiled(timeline, idle),
         streams=tuple((lane.name, _within(union(*lane.columns()[1:3]), start, end).total) for lane in device_lanes),
         phases=charged.phases(idle, between),
         gaps=charged.gaps(idle, before, after),
@@ -213,6 +216,7 @@ class _Charges:
         found = [
             Phase(
                 name=self._names[number],
+                is_wait=bool(WAITING.search(self._names[number])),
                 count=int(self._counts[number]),
                 total_ns=int(totals[number]),
                 exposed_ns=int(exposed[number]),
@@ -226,6 +230,7 @@ class _Charges:
             found.append(
                 Phase(
                     name=OUTSIDE,
+                    is_wait=True,
                     count=0,
                     total_ns=rest,
                     exposed_ns=rest_exposed,
@@ -269,6 +274,12 @@ def _within(intervals: Intervals, start: int, end: int) -> Intervals:
     return clipped.subset(clipped.ends > clipped.starts)
 
 
+def _profiled(timeline: Timeline, idle: Intervals) -> int:
+    own = timeline.columns(timeline.of_kind(LaneKind.PROFILER))
+    working = union(own.starts, own.ends)
+    return int(idle.covered(working.starts, working.ends).sum())
+
+
 def _steps_around(idle: Intervals, device: Columns, steps: Ints) -> tuple[Ints, Ints]:
     """The step of the span that ended last before each gap, and of the one that begins at its end."""
     by_end = np.argsort(device.ends, kind="stable")
@@ -277,16 +288,16 @@ def _steps_around(idle: Intervals, device: Columns, steps: Ints) -> tuple[Ints, 
     return before, after
 
 
-def _host(timeline: Timeline, runtime: Columns) -> tuple[str, Columns]:
+def _host(timeline: Timeline) -> tuple[str, Columns]:
     """The thread that feeds the device: the engine's loop if it is marked, else the one that launches most."""
     loops = timeline.of_kind(LaneKind.LOOP)
     if loops:
         return loops[0].name, timeline.columns(loops)
-    calls = timeline.of_kind(LaneKind.RUNTIME)
-    candidates = calls or timeline.of_kind(LaneKind.HOST)
+    candidates = timeline.of_kind(LaneKind.RUNTIME) or timeline.of_kind(LaneKind.HOST)
     if not candidates:
         return "none recorded", timeline.columns([])
-    busiest = max(candidates, key=lambda lane: int(np.count_nonzero(lane.columns().correlations)) or len(lane) / 1e9)
+    launches = timeline.launching()
+    busiest = max(candidates, key=lambda lane: (launches.get(lane.thread, 0), len(lane)))
     same = [lane for lane in timeline.of_kind(LaneKind.HOST, LaneKind.RUNTIME) if lane.thread == busiest.thread]
     return busiest.thread or busiest.name, timeline.columns(same)
 

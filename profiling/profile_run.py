@@ -180,7 +180,11 @@ def record_server_blocking(url: str, admin_key: str | None, *, steps: int, wait_
     Raises: ConfigError if the server does not answer as it should.
     """
     _post(url, "/start_profile", admin_key, {"num_steps": steps}, timeout_s=30)
-    content = _post(url, "/stop_profile", admin_key, {"wait_s": wait_s}, timeout_s=wait_s + 60)
+    try:
+        content = _post(url, "/stop_profile", admin_key, {"wait_s": wait_s}, timeout_s=wait_s + 60)
+    except KeyboardInterrupt:  # the server would go on recording, and refuse the next one
+        _post(url, "/stop_profile", admin_key, {}, timeout_s=30)
+        raise
     try:
         into.write_bytes(content)
     except OSError as error:

@@ -11,12 +11,12 @@ from typing import Any, Final
 from .json_stream import EventStream
 from .timeline import NO_CORRELATION, NO_STEP, Lane, LaneKind, StepFacts, Timeline, TraceError
 
-# What Kineto's categories are here. The device's own projections of annotations run nothing, and profiler overhead and
-# synchronisation records would count time twice: they are left out.
+# What Kineto's categories are here. The device's own projections of annotations run nothing, and synchronisation records
+# would count time twice: they are left out.
 DEVICE_CATEGORIES: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "mtia_ccp_events", "xpu_kernel"})
 RUNTIME_CATEGORIES: Final = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime"})
 LEFT_OUT: Final = frozenset(
-    {"gpu_user_annotation", "overhead", "cuda_sync", "cuda_event", "cuda_profiler_range", "Trace", "cpu_instant_event"}
+    {"gpu_user_annotation", "cuda_sync", "cuda_event", "cuda_profiler_range", "Trace", "cpu_instant_event"}
 )
 OWN_CATEGORIES: Final = {f"slipstream.{kind.value}": kind for kind in LaneKind}
 _MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
@@ -62,12 +62,12 @@ class _Reader:
             except KeyError:
                 lane = lanes[key] = self._lane(*key)
             if lane is not None:
-                start = event["ts"]
+                start = round(event["ts"] * 1000)
                 lane.add(
                     event["name"],
-                    round(start * 1000),
-                    round((start + event.get("dur", 0)) * 1000),
-                    args.get("step", NO_STEP),
+                    start,
+                    start + round(event.get("dur", 0) * 1000),  # in whole nanoseconds the sum is exact
+                    args.get("step", NO_STEP) if category in OWN_CATEGORIES else NO_STEP,
                     args.get("correlation", NO_CORRELATION),
                 )
 
@@ -97,6 +97,8 @@ class _Reader:
             return self.timeline.lane(name, LaneKind.DEVICE)
         if category in RUNTIME_CATEGORIES:
             return self.timeline.lane(thread, LaneKind.RUNTIME, thread=thread)
+        if category == "overhead":
+            return self.timeline.lane("profiler", LaneKind.PROFILER)
         if category in LEFT_OUT:
             return None
         return self.timeline.lane(thread, LaneKind.HOST, thread=thread)

@@ -49,6 +49,7 @@ class _Export:
         self._columns = {
             table: {row[1] for row in database.execute(f'PRAGMA table_info("{table}")')} for table in tables
         }
+        self._processes: dict[int, int] = {}
         self._strings: dict[int, str] = dict(self._rows("StringIds", "id", "value"))
 
     def has_any(self) -> bool:
@@ -62,6 +63,8 @@ class _Export:
         }
         self._read_calls(timeline, threads)
         self._read_nvtx(timeline, threads)
+        for start, end, name in self._rows("PROFILER_OVERHEAD", "start", "end", "nameId"):
+            timeline.lane("profiler", LaneKind.PROFILER).add(self._string(name), start, end)
         return timeline
 
     def _rows(self, table: str, *columns: str, where: str = "") -> Iterator[tuple[Any, ...]]:
@@ -76,7 +79,7 @@ class _Export:
         return self._strings.get(number, "?") if number is not None else "?"
 
     def _read_device(self, timeline: Timeline) -> None:
-        common = ("start", "end", "deviceId", "streamId", "correlationId")
+        common = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
         for *rest, short, demangled in self._rows("CUPTI_ACTIVITY_KIND_KERNEL", *common, "shortName", "demangledName"):
             self._add(timeline, self._string(short if short is not None else demangled), *rest)
         kinds = dict(self._rows("ENUM_CUDA_MEMCPY_OPER", "id", "label"))
@@ -89,10 +92,26 @@ class _Export:
             self._add(timeline, f"graph {graph}", *rest)
 
     def _add(
-        self, timeline: Timeline, name: str, start: int, end: int, device: int, stream: int, correlation: int | None
+        self,
+        timeline: Timeline,
+        name: str,
+        start: int,
+        end: int,
+        device: int,
+        stream: int,
+        correlation: int | None,
+        global_pid: int | None,
     ) -> None:
-        lane = timeline.lane(f"GPU {device} stream {stream}", LaneKind.DEVICE)
-        lane.add(name, start, end, correlation=correlation or NO_CORRELATION)
+        of = f" of process {_pid(global_pid)}" if global_pid is not None and self._process(global_pid) else ""
+        lane = timeline.lane(f"GPU {device} stream {stream}{of}", LaneKind.DEVICE)
+        lane.add(name, start, end, correlation=self._correlation(correlation, global_pid))
+
+    def _process(self, global_id: int | None) -> int:
+        """Which process of the recording, from 0 on. Each has its own numbers for devices, streams, calls, and domains."""
+        return self._processes.setdefault(_pid(global_id), len(self._processes)) if global_id is not None else 0
+
+    def _correlation(self, number: int | None, global_id: int | None) -> int:
+        return number + (self._process(global_id) << 32) if number else NO_CORRELATION
 
     def _read_calls(self, timeline: Timeline, threads: dict[int, str]) -> None:
         lanes: dict[int | None, Lane] = {}
@@ -104,27 +123,32 @@ class _Export:
                     lanes[global_tid] = _thread_lane(timeline, LaneKind.RUNTIME, global_tid, threads)
                 if name not in names:
                     names[name] = _API_VERSION.sub("", self._string(name))
-                lanes[global_tid].add(names[name], start, end, correlation=correlation or NO_CORRELATION)
+                lanes[global_tid].add(names[name], start, end, correlation=self._correlation(correlation, global_tid))
 
     def _read_nvtx(self, timeline: Timeline, threads: dict[int, str]) -> None:
         domains = {
-            domain: text if text is not None else self._string(text_id)
-            for domain, text, text_id in self._rows(
-                "NVTX_EVENTS", "domainId", "text", "textId", where=f"WHERE eventType = {DOMAIN_CREATE}"
+            (self._process(global_tid), domain): text if text is not None else self._string(text_id)
+            for domain, text, text_id, global_tid in self._rows(
+                "NVTX_EVENTS", "domainId", "text", "textId", "globalTid", where=f"WHERE eventType = {DOMAIN_CREATE}"
             )
         }
-        ours = {number for number, name in domains.items() if name == NVTX_DOMAIN}
+        our_domains = {key for key, name in domains.items() if name == NVTX_DOMAIN}
         columns = ("start", "end", "globalTid", "text", "textId", "domainId", "int64Value", "uint64Value", "int32Value")
         where = f'WHERE eventType IN ({PUSH_POP_RANGE}, {START_END_RANGE}) AND "end" IS NOT NULL'
         for start, end, global_tid, text, text_id, domain, *payload in self._rows("NVTX_EVENTS", *columns, where=where):
             name = text if text is not None else self._string(text_id)
-            step = next((value for value in payload if value is not None), NO_STEP) if domain in ours else NO_STEP
-            kind = LaneKind.LOOP if domain in ours else LaneKind.HOST
+            is_ours = (self._process(global_tid), domain) in our_domains
+            step = next((value for value in payload if value is not None), NO_STEP) if is_ours else NO_STEP
+            kind = LaneKind.LOOP if is_ours else LaneKind.HOST
             _thread_lane(timeline, kind, global_tid, threads).add(name, start, end, step)
 
 
 def _thread_lane(timeline: Timeline, kind: LaneKind, global_tid: int | None, threads: dict[int, str]) -> Lane:
     """`global_tid` packs process and thread, where it is known."""
     global_tid = global_tid or 0
-    thread = f"{global_tid >> 24 & _BITS}/{global_tid & _BITS}"
+    thread = f"{_pid(global_tid)}/{global_tid & _BITS}"
     return timeline.lane(threads.get(global_tid, f"thread {thread}"), kind, thread=thread)
+
+
+def _pid(global_id: int) -> int:
+    return global_id >> 24 & _BITS

@@ -42,6 +42,7 @@ class Recorder:
         self._marks: RingMarks | None = None
         self._device_trace: Any = None
         self._halted = asyncio.Event()
+        self._collecting = asyncio.Lock()
 
     @property
     def is_recording(self) -> bool:
@@ -107,10 +108,17 @@ class Recorder:
         return timeline
 
     async def stop(self, *, wait_s: float) -> bytes:
-        """As a gzipped Chrome trace, after the steps are over or `wait_s` have passed. Raises: MisuseError."""
-        if self._marks is not None:
+        """As a gzipped Chrome trace, after the steps are over or `wait_s` have passed.
+
+        Raises: MisuseError if nothing is recorded, or somebody else stopped the recording that this call waited for.
+        """
+        awaited = self._marks
+        if awaited is not None:
             await self.reached(wait_s=wait_s)
-        timeline = await self.collect()
+        async with self._collecting:
+            if self._marks is not awaited:
+                raise MisuseError("the recording has been stopped by another call")
+            timeline = await self.collect()
         return await asyncio.to_thread(chrome_bytes, timeline)
 
     def _look(self) -> None:

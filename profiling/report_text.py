@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from .overlap_report import WAITING, OverlapReport, Phase, Spread
+from .overlap_report import OverlapReport, Phase, Spread
 from .timeline import NO_STEP
 
 MAX_PHASES: Final = 12
@@ -15,7 +15,11 @@ MAX_GAPS: Final = 5
 
 
 def report_json(report: OverlapReport) -> dict[str, Any]:
-    """All of it, and what follows from it. Units as in the report: nanoseconds."""
+    """All of it, and what follows from it. Units as in the report: nanoseconds.
+
+    Sums grow with what was recorded. `per_step_ns` is for comparing recordings of different lengths.
+    """
+    num_steps = report.num_steps
     return {
         **dataclasses.asdict(report),
         "window_ns": report.window_ns,
@@ -23,7 +27,13 @@ def report_json(report: OverlapReport) -> dict[str, Any]:
         "idle_share": report.idle_share,
         "exposed_ns": report.exposed_ns,
         "hidden_ns": report.hidden_ns,
-        "tokens_per_s": report.tokens_per_s,
+        "tokens_per_s": report.tokens_per_s if report.num_tokens else None,
+        "per_step_ns": {
+            "idle": report.idle_ns / num_steps,
+            "exposed": report.exposed_ns / num_steps,
+            "hidden": report.hidden_ns / num_steps,
+            "exposed by": {phase.name: phase.exposed_ns / num_steps for phase in report.phases},
+        },
     }
 
 
@@ -64,6 +74,8 @@ def _summary(report: OverlapReport) -> list[str]:
         f"device idle      {report.idle_share:7.2%}   between {report.steps_are} {report.idle_between_ns / window:.2%},"
         f" within {report.idle_within_ns / window:.2%}"
     )
+    if report.idle_profiled_ns:
+        lines.append(f"  of that {report.idle_profiled_ns / window:.2%} while the profiler itself worked")
     exposed, hidden = report.exposed_ns, report.hidden_ns
     if exposed + hidden:
         lines.append(
@@ -99,6 +111,7 @@ def _phases(report: OverlapReport) -> list[str]:
     if rest:
         together = Phase(
             name=f"{len(rest)} more",
+            is_wait=all(phase.is_wait for phase in rest),
             count=sum(phase.count for phase in rest),
             total_ns=sum(phase.total_ns for phase in rest),
             exposed_ns=sum(phase.exposed_ns for phase in rest),
@@ -110,7 +123,7 @@ def _phases(report: OverlapReport) -> list[str]:
 
 
 def _phase(report: OverlapReport, phase: Phase) -> str:
-    name = f"({phase.name})" if phase.name in WAITING else phase.name
+    name = f"({phase.name})" if phase.is_wait else phase.name
     times = (phase.total_ns, phase.exposed_ns, phase.between_ns, phase.hidden_ns)
     share = phase.exposed_ns / report.idle_ns if report.idle_ns else 0.0
     return f"{name[:27]:28}" + "".join(f"{_ms(each / report.num_steps):>11}" for each in times) + f"{share:>9.1%}"
@@ -130,7 +143,8 @@ def _stalls(report: OverlapReport) -> list[str]:
     limit = _ms(report.stall_limit_ns)
     if not report.stalls:
         return [f"no stall of the loop of {limit} or more"]
-    lines = [f"{len(report.stalls)} stalls of the loop of {limit} or more, and what held it"]
+    count = len(report.stalls)
+    lines = [f"{count} stall{'s' if count > 1 else ''} of the loop of {limit} or more, and what held it"]
     for stall in report.stalls[:MAX_STALLS]:
         seen = f"  in {', '.join(stall.seen)}" if stall.seen else ""
         lines.append(f"  {_ms(stall.end_ns - stall.start_ns):>10}  {stall.name}{seen}")

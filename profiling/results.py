@@ -50,7 +50,9 @@ def require_cuda() -> None:
 def _commit() -> str:
     root = Path(__file__).parent.parent
     try:
-        done = subprocess.run(["git", "-C", root, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        # Not of the commit alone, if anything was changed since: its name then ends in -dirty.
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"

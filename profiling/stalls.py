@@ -74,8 +74,11 @@ def _seen(timeline: Timeline, watched: Columns, start: int, end: int) -> tuple[s
 def _blocking_calls(timeline: Timeline, limit_ns: int) -> list[Stall]:
     names = timeline.names
     blocking = {number for number in range(len(names)) if BLOCKING.search(names[number])}
+    launching = timeline.launching()  # a thread that only waits for the device is there to be stopped
     found = []
     for lane in timeline.of_kind(LaneKind.RUNTIME):
+        if lane.thread not in launching:
+            continue
         columns = lane.columns()
         long = columns.ends - columns.starts >= limit_ns
         for name, start, end, step, _ in zip(*(column[long].tolist() for column in columns), strict=True):

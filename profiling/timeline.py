@@ -28,6 +28,7 @@ class LaneKind(StrEnum):
     HOST = "host"  # a thread's operators, annotations, NVTX ranges
     RUNTIME = "runtime"  # a thread's calls of the device's API
     DEVICE = "device"  # kernels and copies of one stream, or the jobs of a CPU lane
+    PROFILER = "profiler"  # what the recording itself cost: it stops whoever launches
     REQUESTS = "requests"  # waiting and being answered
 
 
@@ -166,6 +167,17 @@ class Timeline:
         order = _order(together)
         lane_of = np.repeat(np.arange(len(lanes)), [len(columns.starts) for columns in each])
         return Columns(*(column[order] for column in together)), lane_of[order]
+
+    def launching(self) -> dict[str, int]:
+        """How many calls of each thread brought work to a device. Recorders number calls that bring none, too."""
+        brought = np.unique(self.columns(self.of_kind(LaneKind.DEVICE)).correlations)
+        brought = brought[brought != NO_CORRELATION]
+        counts: dict[str, int] = {}
+        for lane in self.of_kind(LaneKind.RUNTIME):
+            count = int(np.isin(lane.columns().correlations, brought).sum())
+            if count:
+                counts[lane.thread] = counts.get(lane.thread, 0) + count
+        return counts
 
     def absorb(self, other: Timeline, *, offset_ns: int = 0, without: tuple[LaneKind, ...] = ()) -> None:
         """Take over another recording of the same time. `offset_ns` is added to its clock to get this one's."""

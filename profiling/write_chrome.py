@@ -20,6 +20,7 @@ GROUPS: Final = {
     LaneKind.STALLS: (1, "host"),
     LaneKind.RUNTIME: (1, "host"),
     LaneKind.HOST: (1, "host"),
+    LaneKind.PROFILER: (1, "host"),
     LaneKind.DEVICE: (2, "device"),
     LaneKind.REQUESTS: (3, "requests"),
 }

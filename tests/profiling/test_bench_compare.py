@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import pytest
 
 from slipstream import cli
 from slipstream.engine.errors import ConfigError
-from slipstream.profiling import bench_h200, host_guard
+from slipstream.profiling import bench_h200, host_guard, results
 from slipstream.profiling.bench_compare import compare, comparison, load
+from slipstream.profiling.overlap_report import overlap_report
+from slipstream.profiling.report_text import report_json
 from slipstream.profiling.results import write_json
+from slipstream.profiling.timeline import LaneKind, Timeline
 
 BEFORE: dict[str, Any] = {
     "benchmark": "engine",
@@ -43,6 +48,30 @@ def test_the_table_names_what_the_runs_differ_in_and_hides_what_is_alike() -> No
     assert "step_ms.8" in comparison(BEFORE, AFTER, shows_all=True)
 
 
+def test_two_reports_on_one_thing_each_are_compared_whatever_the_things_are_called() -> None:
+    a, b = (
+        {"benchmark": "overlap", "results": {name: {"step": {"median": at}}}} for name, at in (("old", 9), ("new", 3))
+    )
+    assert [(row.name, row.verdict) for row in compare(a, b)] == [("step.median", "better")]
+    assert "of: old | new" in comparison(a, b, shows_all=False)
+    assert "benchmark: overlap | host" in comparison(a, {**b, "benchmark": "host"}, shows_all=False)
+
+
+def test_reports_on_recordings_of_different_lengths_are_compared_by_the_step() -> None:
+    results = []
+    for num_steps in (4, 9):
+        timeline = Timeline("t")
+        loop, lane = timeline.lane("loop", LaneKind.LOOP), timeline.lane("lane", LaneKind.DEVICE)
+        for step in range(num_steps):
+            loop.add("commit", 1000 * step + 600, 1000 * step + 700, step)
+            lane.add("forward", 1000 * step, 1000 * step + 600, step)
+        results.append({"results": {"t": report_json(overlap_report(timeline))}})
+    rows = compare(results[0], results[1])
+    assert not [row for row in rows if row.verdict]
+    by_step = {row.name.removeprefix("t.per_step_ns."): row.before for row in rows if "per_step_ns" in row.name}
+    assert by_step == {"idle": 400, "exposed": 100, "hidden": 0, "exposed by.commit": 100, "exposed by.outside": 300}
+
+
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
@@ -58,7 +87,14 @@ def test_the_table_names_what_the_runs_differ_in_and_hides_what_is_alike() -> No
         ("depth 1, 16 constrained.tokens_per_s", "better"),
         ("qwen, step_ms.8", "worse"),
         ("slipstream, depth 1.start_ns", ""),
-        ("slipstream, depth 1.exposed_ns", "worse"),
+        ("slipstream, depth 1.exposed_ns", ""),
+        ("slipstream, depth 1.hidden_ns", ""),
+        ("slipstream, depth 1.idle_between_ns", ""),
+        ("slipstream, depth 1.step.median", "worse"),
+        ("slipstream, depth 1.step.count", ""),
+        ("slipstream, depth 1.per_step_ns.exposed", "worse"),
+        ("slipstream, depth 1.per_step_ns.exposed by.commit", "worse"),
+        ("slipstream, depth 1.per_step_ns.hidden", ""),
     ],
 )
 def test_the_numbers_of_the_suites_have_a_direction(name: str, verdict: str) -> None:
@@ -189,3 +225,24 @@ def test_the_benchmark_of_the_card_says_what_a_shape_and_a_setting_look_like(
     with pytest.raises(SystemExit):
         bench_h200.main(arguments)
     assert named in capsys.readouterr().err
+
+
+def test_a_result_of_changed_code_does_not_pass_for_one_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "profiling").mkdir()
+    source = tmp_path / "profiling" / "results.py"
+    source.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "c")
+    git("tag", "v1")
+    monkeypatch.setattr(results, "__file__", str(source))
+    clean = results.environment()["commit"]
+    assert re.fullmatch("[0-9a-f]{7,}", str(clean))
+    source.write_text("2")
+    assert results.environment()["commit"] == f"{clean}-dirty"

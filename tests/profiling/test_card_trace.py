@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from slipstream.profiling.overlap_report import OverlapReport, overlap_report
 from slipstream.profiling.read_trace import read_trace
+from slipstream.profiling.report_text import report_text
 from slipstream.profiling.timeline import LaneKind
 
 CARD = Path(__file__).parent / "fixtures" / "decode-h200.torch.json.gz"
@@ -58,7 +60,7 @@ def trace(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
     return [event for event in found if event.get("ph") == "X"]
 
 
@@ -106,6 +108,13 @@ def test_idle_is_what_no_kernel_and_no_copy_covers(trace: Path) -> None:
     assert report.idle_share == pytest.approx(idle_share(events_of(trace), report), abs=1e-9)
     assert 0 < report.idle_share < 0.5
     assert sum(phase.exposed_ns for phase in report.phases) == report.idle_ns
+
+
+def test_idle_time_in_which_the_profiler_itself_worked_is_said(trace: Path) -> None:
+    report = overlap_report(read_trace(trace))
+    assert (report.idle_profiled_ns > 0) == (trace == CARD)
+    assert report.idle_profiled_ns < report.idle_ns
+    assert ("while the profiler itself worked" in report_text(report)) == (trace == CARD)
 
 
 def test_each_launch_is_followed_to_the_start_of_its_work(trace: Path) -> None:

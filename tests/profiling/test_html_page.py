@@ -68,6 +68,40 @@ def test_consecutive_steps_from_the_middle_are_drawn_with_their_idle_times_and_l
     assert panel["hiddenRequests"] == 4
 
 
+def test_kernels_of_one_stream_that_overlap_take_turns_in_two_rows() -> None:
+    timeline = Timeline("overlapping")
+    stream = timeline.lane("stream", LaneKind.DEVICE)
+    for kernel in range(200):
+        stream.add("k", 10 * kernel, 10 * kernel + 12, kernel // 50)
+    (panel,) = panels_of(page_of(timeline))
+    (lane,) = panel["lanes"]
+    assert lane["depth"] == 2
+    assert lane["spans"][4::5][:6] == [0, 1, 0, 1, 0, 1]
+
+
+def test_requests_are_drawn_that_were_there_at_the_time_that_is_drawn() -> None:
+    timeline = planted(100)
+    timeline.lanes = [lane for lane in timeline.lanes if lane.kind is not LaneKind.REQUESTS]
+    for number in range(100):
+        at = 10**12 + number * STEP_NS
+        timeline.lane(f"short {number}", LaneKind.REQUESTS).add("answered", at, at + STEP_NS)
+    (panel,) = panels_of(page_of(timeline))
+    drawn = [lane for lane in panel["lanes"] if lane["kind"] == "requests"]
+    assert len(drawn) == 16
+    assert panel["hiddenRequests"] == 61 - 16  # steps begin in the middle of a request
+
+
+def test_work_that_takes_no_time_changes_no_step() -> None:
+    timeline = Timeline("bursts")
+    stream = timeline.lane("stream", LaneKind.DEVICE)
+    stream.add("nothing", 0, 0)
+    for burst in range(5):
+        stream.add("k", 10**6 * (burst + 1), 10**6 * (burst + 1) + 500)
+    (panel,) = panels_of(page_of(timeline))
+    assert [number for number, _, _ in panel["steps"]] == [0, 1, 2, 3]
+    assert panel["duration"] == panel["report"]["window_ns"]
+
+
 def test_the_page_has_the_steps_that_the_report_was_told_to_find() -> None:
     timeline = planted(30)
     pairs = timeline.lane("worker", LaneKind.HOST, thread="1/2")

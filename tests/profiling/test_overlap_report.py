@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.profiling.overlap_report import OUTSIDE, OverlapReport, overlap_report
+from slipstream.profiling.report_text import report_text
 from slipstream.profiling.timeline import LaneKind, StepFacts, Timeline, TraceError
 from slipstream.streams import marks
 
@@ -182,6 +183,11 @@ def foreign(gaps: tuple[int, ...]) -> Timeline:
         stream.add("k2", now + gap + 1002, now + gap + 2000, correlation=2 * number + 2)
         now += gap + 2000
     other.add("cudaStreamSynchronize", 0, now, correlation=0)
+    # A thread that waits for the device, call by call: recorders number these like launches.
+    waker = timeline.lane("calls", LaneKind.RUNTIME, thread="waker")
+    for number in range(50):
+        waker.add("cudaEventQuery", 100 * number, 100 * number + 50, correlation=1000 + number)
+    waker.add("cudaEventSynchronize", 10_000, now, correlation=2000)
     return timeline
 
 
@@ -200,9 +206,23 @@ def test_named_ranges_are_steps_if_asked_for() -> None:
     assert report.idle_between_ns == 40_100
 
 
-def test_a_blocking_call_of_a_foreign_trace_is_a_stall_with_its_thread() -> None:
-    report = overlap_report(foreign((50_000, 30_000)))
-    assert [(stall.name, stall.seen) for stall in report.stalls] == [("cudaStreamSynchronize", ("other",))]
+def test_a_blocking_call_of_a_thread_that_launches_is_a_stall_and_of_one_that_only_waits_it_is_none() -> None:
+    timeline = foreign((50_000, 30_000))
+    timeline.lane("calls", LaneKind.RUNTIME, thread="scheduler").add("cudaDeviceSynchronize", 60_200, 61_900)
+    report = overlap_report(timeline, stall_ns=1500)
+    assert [(stall.name, stall.seen) for stall in report.stalls] == [("cudaDeviceSynchronize", ("scheduler",))]
+    assert "1 stall of the loop" in report_text(report)
+
+
+def test_a_thread_that_is_stopped_for_the_device_does_no_work() -> None:
+    timeline = foreign((50_000, 30_000, 40_000))
+    calm = overlap_report(timeline)
+    timeline.lane("calls", LaneKind.RUNTIME, thread="scheduler").add("cudaStreamSynchronize", 60_200, 61_900)
+    report = overlap_report(timeline)
+    assert (report.exposed_ns, report.hidden_ns) == (calm.exposed_ns, calm.hidden_ns)
+    (wait,) = (phase for phase in report.phases if phase.name == "cudaStreamSynchronize")
+    assert (wait.is_wait, wait.hidden_ns, wait.exposed_ns) == (True, 1698, 2)
+    assert "(cudaStreamSynchronize)" in report_text(report)
 
 
 def test_a_long_phase_is_a_stall_named_with_the_code_that_was_seen_and_an_await_is_none() -> None:

@@ -18,6 +18,7 @@ from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.worker import WorkerLimits
 from slipstream.http.app import create_app
 from slipstream.http.server import HttpServer
+from slipstream.profiling import profile_run
 from slipstream.profiling.overlap_report import overlap_report
 from slipstream.profiling.profile_run import record_server_blocking
 from slipstream.profiling.recorder import Recorder
@@ -205,6 +206,30 @@ async def test_a_second_recording_and_a_stop_without_one_are_conflicts_and_bodie
         assert (status, json.loads(gzip.decompress(trace))["slipstream"]["source"][:10]) == (200, "slipstream")
 
     await served(ask, admin_key="root")
+
+
+async def test_a_recording_that_two_calls_stop_is_given_to_one_of_them() -> None:
+    async def ask(url: str, engine: Engine) -> None:
+        assert (await post(url, "/start_profile", b'{"num_steps": 30}'))[0] == 200
+        stops = [asyncio.ensure_future(post(url, "/stop_profile", b'{"wait_s": 10}')) for _ in range(2)]
+        assert sorted([(await stop)[0] for stop in stops]) == [200, 409]
+
+    await served(ask, admin_key="root")
+
+
+def test_who_gives_up_waiting_ends_the_servers_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posted: list[tuple[str, dict[str, object]]] = []
+
+    def post_once(url: str, path: str, key: str | None, body: dict[str, object], *, timeout_s: float) -> bytes:
+        posted.append((path, body))
+        if body.get("wait_s"):
+            raise KeyboardInterrupt
+        return b""
+
+    monkeypatch.setattr(profile_run, "_post", post_once)
+    with pytest.raises(KeyboardInterrupt):
+        record_server_blocking("http://x", None, steps=5, wait_s=9, into=tmp_path / "x")
+    assert posted == [("/start_profile", {"num_steps": 5}), ("/stop_profile", {"wait_s": 9}), ("/stop_profile", {})]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere", "http://[::1"])

@@ -32,6 +32,10 @@ LAYOUTS = {
     "pretty": json.dumps({"schemaVersion": 1, "traceEvents": EVENTS, "traceName": "t"}, indent=3),
     "no members behind": json.dumps({"schemaVersion": 1, "traceName": "t", "traceEvents": EVENTS}),
     "list": "\n " + json.dumps(EVENTS),
+    "a comma too many": (
+        '{"schemaVersion": 1, "traceEvents": [' + ",\n".join(map(json.dumps, EVENTS)) + ',\n ], "traceName": "t", '
+        '"more": [1, {"a": [{}, {"b": "]},{"}]}]}'
+    ),
 }
 
 
@@ -46,7 +50,28 @@ def test_events_come_whole_whatever_the_layout_and_wherever_a_chunk_ends(
     stream = EventStream(path)
     assert [event for events in stream for event in events] == EVENTS
     if layout != "list":
-        assert stream.extras == {"schemaVersion": 1, "traceName": "t"}
+        assert stream.extras.items() >= {"schemaVersion": 1, "traceName": "t"}.items()
+
+
+@pytest.mark.parametrize("bad", ["NaN", '"\\ud800"', "[1 2]", "{}]"])
+def test_what_is_no_json_is_refused_where_it_stands_and_no_other_cut_is_tried(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = ['{"ph": "X", "name": "k", "ts": 1, "dur": 1, "args": {"sizes": [[1, 2], [3]]}}'] * 3000
+    events[700] = '{"ph": "X", "name": "k", "ts": 1, "dur": ' + bad + "}"
+    path = tmp_path / "bad.json"
+    path.write_text('{"traceEvents": [' + ", ".join(events) + "]}")
+    tries: list[int] = []
+
+    def counted(text: bytes, parse: Any = json_stream._try_list) -> Any:
+        tries.append(len(text))
+        return parse(text)
+
+    monkeypatch.setattr(json_stream, "_try_list", counted)
+    monkeypatch.setattr(json_stream, "CHUNK_BYTES", 20_000)
+    with pytest.raises(TraceError, match=r"bad\.json: .*no JSON"):
+        read_trace(path)
+    assert len(tries) < 30
 
 
 @pytest.mark.parametrize("layout", ["object", "pretty"])
@@ -252,3 +277,42 @@ def test_two_hundred_megabytes_of_two_million_events_are_reported_in_time_and_me
     seconds, mebibytes, _ = map(float, done.stdout.split())
     assert seconds < 20
     assert mebibytes < 1024
+
+
+def test_times_are_exact_to_the_nanosecond_however_long_ago_the_clock_began(tmp_path: Path) -> None:
+    """5 * 10^12 microseconds with three decimals are as many digits as a float has; a sum of two has one too many."""
+    begins = [5_170_051_942_912_755 + 1009 * number for number in range(500)]
+    events = [
+        {**kineto_event("kernel", "k", 0, 0, device=0, stream=7), "ts": begin / 1000, "dur": (1009 - number % 3) / 1000}
+        for number, begin in enumerate(begins)
+    ]
+    path = tmp_path / "exact.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    (lane,) = read_trace(path).of_kind(LaneKind.DEVICE)
+    ends = [begin + 1009 - number % 3 for number, begin in enumerate(begins)]
+    assert [(span.start_ns, span.end_ns) for span in lane.spans()] == list(zip(begins, ends, strict=True))
+
+
+def test_what_another_program_calls_a_step_is_none_of_the_engines(tmp_path: Path) -> None:
+    event = kineto_event("kernel", "k", 1, 2, device=0, stream=7)
+    path = tmp_path / "foreign.json"
+    path.write_text(
+        json.dumps({"traceEvents": [{**event, "args": {**event["args"], "step": step}} for step in (3, "4")]})
+    )
+    (lane,) = read_trace(path).of_kind(LaneKind.DEVICE)
+    assert {span.step for span in lane.spans()} == {-1}
+
+
+def test_the_profilers_own_work_is_kept_apart_through_every_format(tmp_path: Path) -> None:
+    on = {"device": 0, "stream": 7}
+    events = [kineto_event("kernel", "k", 100 * number, 10, **on) for number in range(4)]
+    events.append(
+        {"ph": "X", "cat": "overhead", "name": "Activity Buffer Request", "pid": -1, "tid": 0, "ts": 105, "dur": 40}
+    )
+    (tmp_path / "in.json").write_text(json.dumps({"traceEvents": events}))
+    timeline = read_trace(tmp_path / "in.json")
+    write_chrome(timeline, tmp_path / "out.json.gz")
+    for each in (timeline, read_trace(tmp_path / "out.json.gz")):
+        report = overlap_report(each)
+        assert report.host == "none recorded"
+        assert (report.idle_ns, report.idle_profiled_ns) == (270_000, 35_000)

@@ -140,7 +140,7 @@ def export_2023(path: Path, *, nodes: bool) -> Path:
                 start = at + 400_000 + node * 200_000
                 export.add(
                     "CUPTI_ACTIVITY_KIND_KERNEL", start=start, end=start + 190_000, demangledName=export.text(f"void {name}()"),
-                    shortName=export.text(name), graphNodeId=100 + node, globalPid=1, **on,
+                    shortName=export.text(name), graphNodeId=100 + node, globalPid=GLOBAL_TID & ~0xFFFFFF, **on,
                 )  # fmt: skip
         else:
             graph = {"start": at + 400_000, "end": at + 790_000, "graphId": 5, "graphExecId": 6}
@@ -232,3 +232,41 @@ def test_a_damaged_export_is_an_error_that_names_the_file(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(TraceError, match=r"cut\.sqlite"):
         read_trace(path)
+
+
+def test_processes_of_one_recording_keep_their_calls_streams_and_domains_apart(tmp_path: Path) -> None:
+    """Two ranks: each counts devices, streams, calls and domains from one on."""
+    export = Export(tmp_path / "ranks.sqlite", SCHEMA_2023)
+    for rank, process in enumerate((4242, 5151)):
+        tid, on = (process << 24) | process, {"deviceId": 0, "contextId": 1, "streamId": 7, "globalPid": process << 24}
+        name = ("slipstream", "other")[rank]
+        export.add("NVTX_EVENTS", start=0, eventType=75, text=name, globalTid=tid, domainId=3)
+        for number in range(4):
+            at = 100_000 * number + 7000 * rank
+            export.add("NVTX_EVENTS", start=at, end=at + 900, eventType=60, text="launch", globalTid=tid, domainId=3,
+                       int64Value=number)  # fmt: skip
+            export.add("CUPTI_ACTIVITY_KIND_RUNTIME", start=at, end=at + 500, eventClass=0, globalTid=tid,
+                       correlationId=number + 1, nameId=export.text("cudaLaunchKernel_v7000"), returnValue=0)  # fmt: skip
+            export.add("CUPTI_ACTIVITY_KIND_KERNEL", start=at + 5000, end=at + 45_000, correlationId=number + 1,
+                       demangledName=export.text("k"), shortName=export.text("k"), **on)  # fmt: skip
+    export.done()
+    timeline = read_trace(tmp_path / "ranks.sqlite")
+    assert [lane.name for lane in timeline.of_kind(LaneKind.DEVICE)] == [
+        "GPU 0 stream 7",
+        "GPU 0 stream 7 of process 5151",
+    ]
+    assert [lane.thread for lane in timeline.of_kind(LaneKind.LOOP)] == ["4242/4242"]
+    report = overlap_report(timeline)
+    assert report.launch_to_start is not None
+    assert (report.launch_to_start.least, report.launch_to_start.most, report.launch_to_start.count) == (5000, 5000, 6)
+
+
+def test_the_profilers_own_work_is_said_where_an_export_has_it(tmp_path: Path) -> None:
+    path = export_2020(tmp_path / "old.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(
+            "CREATE TABLE PROFILER_OVERHEAD (start INTEGER, end INTEGER, globalTid INTEGER, nameId INTEGER)"
+        )
+        database.execute("INSERT INTO PROFILER_OVERHEAD VALUES (50000, 60000, 1, 1)")
+        database.commit()
+    assert overlap_report(read_trace(path)).idle_profiled_ns == 10_000

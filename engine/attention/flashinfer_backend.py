@@ -18,6 +18,8 @@ import torch
 from ..errors import MisuseError
 from ..kernels.page_lists import page_lists
 from .backend import AttentionCapabilities, AttentionPlan, AttentionSpec, GraphBucket, GraphState
+from .fresh_prompt import FreshPrompt
+from .pinned_plan import NUM_PLACES, Copied
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 Kernel = Literal["fa2", "fa3"]
 
 _NAME: Final = "flashinfer"
-# Steps that can be open at once, as in the staging ring.
-_NUM_PLACES: Final = 3
 _WORKSPACE_BYTES: Final = 128 << 20  # what FlashInfer recommends: partial results of split sequences
 # Queries a row from which on FlashAttention-3 pays: its tiles are 128 queries of one head, and it never splits keys.
 _FA3_MIN_QUERIES: Final = 65
@@ -80,7 +80,7 @@ class FlashInferBackend:
             self.capabilities = replace(self.capabilities, graph_modes=frozenset(("full", "breakable")), fill_length=0)
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self._workspace = workspace
-        self._places = [_Place(spec, workspace, kernels) for _ in range(_NUM_PLACES)]
+        self._places = [_Place(spec, workspace, kernels) for _ in range(NUM_PLACES)]
         self._graph: _GraphPlans | None = None
         self._turn = 0
         for place in self._places:
@@ -89,7 +89,7 @@ class FlashInferBackend:
     def prepare(self, batch: ForwardBatch, *, decode: bool, extend: bool) -> AttentionPlan:
         place = self._places[self._turn]
         place.check_free()
-        self._turn = (self._turn + 1) % _NUM_PLACES
+        self._turn = (self._turn + 1) % NUM_PLACES
         first = batch.num_decode
         decode_run = place.plan("fa2", _Rows.of(batch, 0, first), part=0) if decode else None
         extend_run = None
@@ -117,6 +117,9 @@ class FlashInferBackend:
         if decode:
             raise MisuseError(f"attention backend {_NAME!r} has no decode inside a graph")
         self._graph_plans().plan(_Rows.of(batch, batch.num_decode, batch.num_rows), first_token=batch.num_decode)
+
+    def fresh_prompt(self, max_tokens: int) -> FreshPrompt | None:
+        return FreshPrompt(self._spec, self._workspace, max_tokens) if self._long == "fa3" else None
 
     def _graph_plans(self) -> _GraphPlans:
         if self._graph is None:
@@ -175,7 +178,7 @@ class _Place:
             use: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=use[1]) for use in uses
         }
         self._columns = [_pinned_columns(spec.num_rows) for _ in range(2)]
-        self._copied = _Copied()
+        self._copied = Copied()
 
     def check_free(self) -> None:
         """Raises MisuseError if the copies of an earlier plan may still read this place."""
@@ -206,24 +209,6 @@ class _Place:
         return wrapper
 
 
-class _Copied:
-    """Whether what a plan was copied from may be written again."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._is_recorded = False
-
-    def check(self) -> None:
-        """Raises MisuseError if the copies are not through: the host must not wait for them."""
-        if self._is_recorded and not self._event.query():
-            raise MisuseError(f"attention was planned for more than {_NUM_PLACES} steps that have not run")
-
-    def record(self) -> None:
-        """On the current stream, behind the copies."""
-        self._event.record()
-        self._is_recorded = True
-
-
 class _GraphPlans:
     """One plan that all captured forwards read, at fixed addresses, rewritten before each replay from pinned memory that
     rotates.
@@ -252,9 +237,9 @@ class _GraphPlans:
             backend="fa3",
         )
         own: torch.Tensor = self.wrapper._pin_memory_int_workspace_buffer
-        self._pinned = [own, *(torch.empty_like(own, pin_memory=True) for _ in range(_NUM_PLACES - 1))]
-        self._columns = [_pinned_columns(largest.num_extend) for _ in range(_NUM_PLACES)]
-        self._copied = [_Copied() for _ in range(_NUM_PLACES)]
+        self._pinned = [own, *(torch.empty_like(own, pin_memory=True) for _ in range(NUM_PLACES - 1))]
+        self._columns = [_pinned_columns(largest.num_extend) for _ in range(NUM_PLACES)]
+        self._copied = [Copied() for _ in range(NUM_PLACES)]
         self._turn = 0
         # The first plan fixes the most tokens there can be, and with it the places of everything in the workspace.
         self.plan_padding(largest.num_tokens)
@@ -280,7 +265,7 @@ class _GraphPlans:
         copied.check()
         # FlashInfer has one pinned buffer a wrapper, and would write over what the step before has not copied yet.
         self.wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
-        self._turn = (self._turn + 1) % _NUM_PLACES
+        self._turn = (self._turn + 1) % NUM_PLACES
         padding = (0,) * (self._num_slots - len(num_new))
         pages = self._pages[: sum(_num_pages(self._spec, lengths))]
         all_new, all_lengths = (*num_new, *padding), (*lengths, *padding)

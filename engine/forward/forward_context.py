@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from ..attention.fresh_prompt import FreshKV
     from .forward_batch import ForwardBatch
     from .kv_pool import KVPool
 
@@ -26,7 +27,8 @@ class ForwardContext:
     forward that of the graph, whose static tensors it then holds.
 
     Shapes: input_ids [T] int64; positions [T] int32; slots [T] int64. `queries` [T, Hq, D] and `hidden` [T, hidden]:
-    where to leave the rotated queries and the residual stream; None for tensors of their own.
+    where to leave the rotated queries and the residual stream; None for tensors of their own. `fresh`: where each layer
+    leaves its keys and values beside the pool.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +38,7 @@ class ForwardContext:
     attention: LayerAttention
     queries: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    fresh: FreshKV | None = None
 
     @classmethod
     def of(cls, batch: ForwardBatch, kv_pool: KVPool, attention: LayerAttention) -> ForwardContext:

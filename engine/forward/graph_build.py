@@ -12,6 +12,7 @@ import torch
 
 from ...streams.breakable_graph import GraphBreaks
 from ...streams.graph import GraphPool
+from ..attention.fresh_prompt import ServesFreshPrompts
 from ..errors import ConfigError
 from ..models.fused_decoder import FusedDecoder
 from ..sampling.cuda_sampler import CudaSampler, SampleKind
@@ -168,6 +169,7 @@ def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRu
         decode=decode,
         extend=extend,
         short=decode if config.prefill_attention == "auto" and plans_on_device else None,
+        fresh=extend.fresh_prompt(runner.tokens.capacity) if isinstance(extend, ServesFreshPrompts) else None,
     )
     full, breakable = attention.kinds("full"), attention.kinds("breakable")
     if mode == "auto":

@@ -4,6 +4,7 @@ on the rows that sample, so that a graph does not depend on the number of reques
     breakable   [ embed · norm · qkv · rope+KV ] ─ attention ─ [ o · norm · MLP · norm · qkv · rope+KV ] ─ attention ─ …
     extend      [ embed · norm · qkv · rope+KV ] ─ plan ─ [ attention · … ], token bucket × slots for rows with prompts
     mixed       the same, with slots for decode rows
+    fresh       the same, for one long prompt without a prefix, which attends to what the step itself has made
 
 The device starts on a first segment before the host plans attention or launches the long second one. What crosses the
 gaps, and what goes in and out, lies in buffers that all graphs share. Padded tokens have id 0, position 0 and slot 0
@@ -24,6 +25,7 @@ import torch
 from ...streams.breakable_graph import BreakableGraph, GraphBreaks
 from ...streams.graph import GraphPool, noting
 from ..attention.backend import AttentionBackend, AttentionPlan, GraphBucket, StepAttention, prepare_step
+from ..attention.fresh_prompt import FreshKV, FreshPrompt
 from .forward_context import ForwardContext
 from .forward_output import ForwardOutput, TokenStates
 from .token_inputs import TokenInputs
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from .forward_batch import ForwardBatch
     from .kv_pool import KVPool
 
-Kind = Literal["breakable", "extend", "mixed"]
+Kind = Literal["breakable", "extend", "mixed", "fresh"]
 
 # Slots for rows with prompts in a graph with attention inside. An empty one costs at most some idle programs a layer.
 EXTEND_SLOTS: Final = 32
@@ -60,12 +62,14 @@ def prefill_buckets(max_tokens: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillAttention:
     """The backends of prefill steps: `decode` for the decode rows of mixed ones; `short`, if there is one that plans on
-    the device, inside graphs of up to SHORT_TOKENS, where a plan on the host would cost more than it saves.
+    the device, inside graphs of up to SHORT_TOKENS, where a plan on the host would cost more than it saves; `fresh`, if
+    there is one, for a prompt that is a step by itself, in graphs from SHORT_TOKENS on.
     """
 
     decode: AttentionBackend
     extend: AttentionBackend
     short: AttentionBackend | None = None
+    fresh: FreshPrompt | None = None
 
     def extend_inside(self, num_tokens: int) -> AttentionBackend:
         """The backend of the extend rows inside a graph of so many tokens."""
@@ -78,8 +82,9 @@ class PrefillAttention:
             return ("breakable",) if "breakable" in extend.graph_modes & decode.graph_modes else ()
         if "full" not in extend.graph_modes:
             return ()
+        kinds: tuple[Kind, ...] = ("extend",) if self.fresh is None else ("extend", "fresh")
         # Decode rows that are planned on the host have their plan outside the graph.
-        return ("extend", "mixed") if "full" in decode.graph_modes and not decode.needs_host_plan else ("extend",)
+        return (*kinds, "mixed") if "full" in decode.graph_modes and not decode.needs_host_plan else kinds
 
 
 class PrefillGraphRunner:
@@ -113,7 +118,9 @@ class PrefillGraphRunner:
         sizes = prefill_buckets(tokens.capacity)
         # Mixed steps are long or few: coarser buckets do.
         coarse = tuple(size for size in sizes if size % 64 == 0 or size == sizes[-1])
-        self._sizes: dict[Kind, tuple[int, ...]] = {kind: coarse if kind == "mixed" else sizes for kind in kinds}
+        long = tuple(size for size in sizes if size >= SHORT_TOKENS)
+        of_kind: dict[Kind, tuple[int, ...]] = {"breakable": sizes, "extend": sizes, "mixed": coarse, "fresh": long}
+        self._sizes: dict[Kind, tuple[int, ...]] = {kind: of_kind[kind] for kind in kinds}
         self._graphs: dict[tuple[Kind, int], Graph[None]] = {}
         self._live: _LiveStep | None = None
         self.num_hits = 0
@@ -123,7 +130,8 @@ class PrefillGraphRunner:
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffers, graphs not counted."""
-        return self._buffers.num_bytes + self._breaks.arena.nbytes + self._tokens.num_bytes
+        fresh = self._attention.fresh.num_bytes if self._attention.fresh is not None and "fresh" in self._sizes else 0
+        return self._buffers.num_bytes + self._breaks.arena.nbytes + self._tokens.num_bytes + fresh
 
     @property
     def num_graphs(self) -> int:
@@ -188,8 +196,12 @@ class PrefillGraphRunner:
         for kind in kinds:
             size = _bucket_of(self._sizes.get(kind, ()), batch.num_tokens)
             if size is not None:
-                return kind, size
+                return "fresh" if kind == "extend" and self._is_fresh(batch, size) else kind, size
         return None
+
+    def _is_fresh(self, batch: ForwardBatch, size: int) -> bool:
+        """Whether the step is one prompt without a prefix, and its bucket has a graph for that."""
+        return batch.num_rows == 1 and not batch.prefix_lens_cpu[0] and ("fresh", size) in self._graphs
 
     def _fill(self, batch: ForwardBatch, size: int) -> None:
         """Have the step's tokens in the graphs' places, and make the rest of the bucket padding."""
@@ -208,6 +220,9 @@ class PrefillGraphRunner:
         """The gap ahead of attention inside a graph: its plan for the step that is replayed, and none for a capture."""
         live = self._live
         if live is None:
+            return
+        if kind == "fresh" and self._attention.fresh is not None:
+            self._attention.fresh.plan(live.batch.num_tokens)
             return
         decode, extend = self._attention.decode, self._attention.extend_inside(size)
         bucket, has_decode = self._bucket(kind, size), kind == "mixed"
@@ -229,7 +244,13 @@ class PrefillGraphRunner:
     def _capture(self, kind: Kind, size: int, pool: GraphPool) -> Graph[None]:
         attended = self._buffers.attended[:size]
         attention: _AttentionInGap | _AttentionInside
-        if kind == "breakable":
+        plan = self._breaks.eager_on_graph(partial(self._plan_live, kind, size))
+        fresh = self._attention.fresh if kind == "fresh" else None
+        if fresh is not None:
+            fresh.plan_padding(size)
+            kv = fresh.kv.first(size)
+            attention = _AttentionInside(plan=plan, decode=None, extend=fresh, attended=attended, fresh=kv)
+        elif kind == "breakable":
             attention = _AttentionInGap(attend=self._breaks.eager_on_graph(self._attend_live), attended=attended)
         else:
             bucket = self._bucket(kind, size)
@@ -239,7 +260,6 @@ class PrefillGraphRunner:
             if kind == "mixed":
                 is_same = self._attention.decode is backend
                 decode = extend if is_same else self._attention.decode.prepare_capture(bucket)
-            plan = self._breaks.eager_on_graph(partial(self._plan_live, kind, size))
             attention = _AttentionInside(plan=plan, decode=decode, extend=extend, attended=attended)
         forward = self._forward_of(size, attention)
         return BreakableGraph(self._breaks.eager_on_graph(forward) if self._debug else forward, pool, self._breaks)
@@ -254,6 +274,7 @@ class PrefillGraphRunner:
             attention=attention,
             queries=buffers.queries[:size],
             hidden=buffers.hidden[:size],
+            fresh=attention.fresh,
         )
 
         def forward() -> None:
@@ -284,6 +305,7 @@ class _AttentionInGap:
 
     attend: Callable[[int], None]
     attended: torch.Tensor
+    fresh: None = None
 
     def forward(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         self.attend(layer)
@@ -296,8 +318,9 @@ class _AttentionInside:
 
     plan: Callable[[], None]
     decode: AttentionPlan | None
-    extend: AttentionPlan
+    extend: AttentionPlan | FreshPrompt
     attended: torch.Tensor
+    fresh: FreshKV | None = None
 
     def forward(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         if layer == 0:

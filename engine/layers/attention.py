@@ -89,6 +89,7 @@ class Attention(nn.Module):
                 k_norm=None if self.k_norm is None else self.k_norm.weight,
                 eps=self._eps,
                 out=ctx.queries,
+                fresh=ctx.fresh,
             )
         if not isinstance(rotation, TorchRotation):
             raise MisuseError("torch's operators need a rotation of their own")
@@ -101,6 +102,9 @@ class Attention(nn.Module):
         qk = rotation.apply(qk)
         ctx.kv_pool.key_slots[self.layer].index_copy_(0, ctx.slots, qk[:, self.num_heads :])
         ctx.kv_pool.value_slots[self.layer].index_copy_(0, ctx.slots, v)
+        if ctx.fresh is not None:
+            ctx.fresh.keys.copy_(qk[:, self.num_heads :])
+            ctx.fresh.values.copy_(v)
         q = qk[:, : self.num_heads]
         return q if ctx.queries is None else ctx.queries.copy_(q)
 

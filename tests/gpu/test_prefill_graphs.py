@@ -9,6 +9,7 @@ import torch
 
 from slipstream.engine.attention.backend import AttentionSpec
 from slipstream.engine.attention.registry import make_backend
+from slipstream.engine.forward import prefill_graph_runner
 from slipstream.engine.forward.eager_runner import EagerRunner
 from slipstream.engine.forward.forward_batch import ForwardBatch
 from slipstream.engine.forward.kv_pool import KVPool, KVShape
@@ -44,7 +45,7 @@ STEPS = {
 class Bench:
     """A small model in bf16 and one runner over it."""
 
-    def __init__(self, name, kind, *, has_short=False, **options):
+    def __init__(self, name, kind, *, has_short=False, is_fresh=False, **options):
         raw = {
             "architectures": ["Qwen3ForCausalLM"],
             "hidden_size": 256,
@@ -82,7 +83,9 @@ class Bench:
         )
         decode = make_backend("triton", spec, field="decode_attention")
         extend = decode if name == "triton" else make_backend(name, spec, field="prefill_attention")
-        attention = PrefillAttention(decode=decode, extend=extend, short=decode if has_short else None)
+        self.fresh = extend.fresh_prompt(MAX_TOKENS) if is_fresh else None
+        short = decode if has_short else None
+        attention = PrefillAttention(decode=decode, extend=extend, short=short, fresh=self.fresh)
         if kind == "eager":
             self.runner = EagerRunner(self.model, self.pool, decode_attention=decode, extend_attention=extend)
             return
@@ -158,6 +161,29 @@ def test_every_step_gives_the_eager_logits_and_kv(name, kind, options):
             assert_near(bench.pool.keys[layer][1:], pool.keys[layer][1:], 2e-2)
             assert_near(bench.pool.values[layer][1:], pool.values[layer][1:], 2e-2)
     assert all(torch.isfinite(layer).all() for layer in (*bench.pool.keys, *bench.pool.values))
+
+
+def test_one_prompt_without_a_prefix_attends_to_what_the_step_has_made(monkeypatch):
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    monkeypatch.setattr(prefill_graph_runner, "SHORT_TOKENS", 32)
+    bench, eager = Bench("flashinfer", "full", is_fresh=True), Bench("flashinfer", "eager")
+    if bench.fresh is None:
+        pytest.skip("FlashAttention-3 is not there")
+    planned = []
+    plan = bench.fresh.plan
+    monkeypatch.setattr(bench.fresh, "plan", lambda num_tokens: (planned.append(num_tokens), plan(num_tokens)))
+    for length in (33, 40, 61, MAX_TOKENS - 3, MAX_TOKENS, 47):
+        for part in bench.fresh.kv:
+            part.fill_(float("nan"))  # of an earlier step, whose numbers went wrong
+        step = [(0, length)], 0
+        assert_near(bench.run(step), eager.run(step), 2e-2)
+    assert planned == [33, 40, 61, MAX_TOKENS - 3, MAX_TOKENS, 47]
+    for step in (([(47, 40)], 0), ([(0, 40), (0, 9)], 0)):
+        assert_near(bench.run(step), eager.run(step), 2e-2)
+    assert len(planned) == 6, "a prefix, or a second prompt, is in the pool"
+    for layer in range(3):
+        assert_near(bench.pool.keys[layer][1:], eager.pool.keys[layer][1:], 2e-2)
+        assert_near(bench.pool.values[layer][1:], eager.pool.values[layer][1:], 2e-2)
 
 
 @pytest.mark.parametrize("kind", ["breakable", "full"])

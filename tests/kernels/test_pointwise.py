@@ -67,16 +67,24 @@ def test_rope_kv_write_equals_float64(num_q_heads, num_kv_heads, head_dim, with_
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
     k_cache, v_cache = (torch.full((pages, page_size, num_kv_heads, head_dim), 9.0) for _ in range(2))
     q_norm, k_norm = (torch.randn(head_dim), torch.randn(head_dim)) if with_norm else (None, None)
-    out = rope_kv_write(
-        qkv, positions, slots, cos_sin, k_cache, v_cache,
+    fresh = tuple(torch.full((tokens, num_kv_heads, head_dim), 9.0) for _ in range(2))
+    plain = rope_kv_write(
+        qkv, positions, slots, cos_sin, k_cache.clone(), v_cache.clone(),
         num_q_heads=num_q_heads, q_norm=q_norm, k_norm=k_norm, eps=EPS,
     )  # fmt: skip
+    out = rope_kv_write(
+        qkv, positions, slots, cos_sin, k_cache, v_cache,
+        num_q_heads=num_q_heads, q_norm=q_norm, k_norm=k_norm, eps=EPS, fresh=fresh,
+    )  # fmt: skip
+    assert torch.equal(out, plain)
     q, k, v = qkv.double().split([num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], -1)
     q, k, v = (part.view(tokens, -1, head_dim) for part in (q, k, v))
     if with_norm:
         q, k = reference_norm(q, q_norm), reference_norm(k, k_norm)
     row_angles = angles[positions.long()].double()
     torch.testing.assert_close(out.double(), rotated(q, row_angles), rtol=1e-4, atol=1e-4)
+    for made, expected in zip(fresh, (rotated(k, row_angles), v), strict=True):
+        torch.testing.assert_close(made.double(), expected, rtol=1e-4, atol=1e-4)
     for cache, expected in ((k_cache, rotated(k, row_angles)), (v_cache, v)):
         flat = cache.view(-1, num_kv_heads, head_dim)
         torch.testing.assert_close(flat[slots.long()].double(), expected, rtol=1e-4, atol=1e-4)

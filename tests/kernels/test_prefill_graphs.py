@@ -24,10 +24,36 @@ CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_PER_ROW, NUM_ROWS, VOCAB, MAX_TOKENS = 16, 2, 3, 64, 16
 
 
+class FreshByTorch:
+    """What `FreshPrompt` does, written out; counts its plans."""
+
+    def __init__(self):
+        from slipstream.engine.attention.fresh_prompt import FreshKV
+
+        self.kv = FreshKV(torch.zeros(MAX_TOKENS, 1, 16), torch.zeros(MAX_TOKENS, 1, 16))
+        self.num_bytes = 0
+        self.planned = []
+        self.num_tokens = 0
+
+    def plan_padding(self, num_tokens):
+        self.num_tokens = num_tokens
+
+    def plan(self, num_tokens):
+        self.planned.append(num_tokens)
+        self.num_tokens = num_tokens
+
+    def extend(self, q, layer, out):
+        keys, values = (part[: self.num_tokens, 0] for part in self.kv)
+        scores = torch.einsum("thd,sd->hts", q[: self.num_tokens], keys) / 4.0
+        scores = scores.masked_fill(~torch.ones(scores.shape[1:]).tril().bool(), float("-inf"))
+        out[: self.num_tokens] = torch.einsum("hts,sd->thd", scores.softmax(-1), values)
+        return out
+
+
 class Bench:
     """A tiny model with rows 1…3, whose pages are fixed, and one runner over it."""
 
-    def __init__(self, monkeypatch, kind, *, debug=False):
+    def __init__(self, monkeypatch, kind, *, debug=False, fresh=None):
         from slipstream.engine.attention import triton_backend
 
         make = triton_backend.make_decode_workspace
@@ -58,8 +84,8 @@ class Bench:
             self.runner = EagerRunner(model, self.pool, decode_attention=plain, extend_attention=plain)
             return
         triton = triton_backend.TritonBackend(spec)
-        attention = PrefillAttention(decode=triton, extend=triton)
-        assert attention.kinds("full") == ("extend", "mixed")
+        attention = PrefillAttention(decode=triton, extend=triton, fresh=fresh)
+        assert attention.kinds("full") == (("extend", "mixed") if fresh is None else ("extend", "fresh", "mixed"))
         self.runner = PrefillGraphRunner(
             model, self.pool, attention, TokenInputs.make(MAX_TOKENS, CPU),
             kinds=attention.kinds("full"), page_table=self.rows.page_table, debug=debug,
@@ -98,3 +124,26 @@ def test_every_step_is_planned_anew_and_gives_the_eager_logits_and_kv(monkeypatc
     for layer in range(2):
         torch.testing.assert_close(graphs.pool.keys[layer][1:], eager.pool.keys[layer][1:], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(graphs.pool.values[layer][1:], eager.pool.values[layer][1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["planned in the gap", "one break"])
+def test_one_long_prompt_without_a_prefix_attends_to_what_the_step_has_made(monkeypatch, debug):
+    from slipstream.engine.forward import prefill_graph_runner
+
+    monkeypatch.setattr(prefill_graph_runner, "SHORT_TOKENS", 8)
+    fresh = FreshByTorch()
+    eager, graphs = Bench(monkeypatch, "eager"), Bench(monkeypatch, "graphs", debug=debug, fresh=fresh)
+    for part in fresh.kv:
+        part.fill_(float("nan"))  # of an earlier step, whose numbers went wrong
+    steps = [
+        ((0,), (9,)),  # padded to 12
+        ((9,), (10,)),  # has a prefix
+        ((0, 0), (5, 6)),  # two prompts
+        ((0,), (4,)),  # short
+        ((0,), (16,)),
+        ((16, 0), (1, 9), 1),  # beside a decode row
+    ]
+    for step in steps:
+        expected, logits = eager.run(*step), graphs.run(*step)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert fresh.planned == [9, 16]

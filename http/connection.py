@@ -174,6 +174,11 @@ class ServedConnection(HttpToolsProtocol):
             data = _without_upgrade(data)
         super().data_received(data)
 
+    def _unset_keepalive_if_required(self) -> None:
+        # Called for whatever comes. The rest of a body whose request has been answered does not keep a connection alive.
+        if self._reads_head or self.is_busy:
+            super()._unset_keepalive_if_required()
+
     def pause_writing(self) -> None:
         self.is_writable = False
         super().pause_writing()
@@ -203,6 +208,7 @@ class ServedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_message_begin(self) -> None:
+        super()._unset_keepalive_if_required()
         super().on_message_begin()
         cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: self}
         if self._head_timer is None:

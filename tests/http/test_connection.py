@@ -189,3 +189,22 @@ async def test_what_stands_behind_a_body_has_no_say(serving: Any) -> None:
         answer = await client.answer()
         assert answer.status == 200
         assert answer.headers["x-request-id"] != "theirs"
+
+
+async def test_the_rest_of_a_body_whose_request_has_been_answered_does_not_keep_the_connection_alive(
+    serving: Any,
+) -> None:
+    async with serving() as served:
+        client = await served.connect()
+        await client.send_raw(b"POST /nowhere HTTP/1.1\r\nhost: t\r\n" + CHUNKED)
+        assert (await client.answer()).status == 404
+        (connection,) = served.server._server.server_state.connections
+        timer = connection.timeout_keep_alive_task
+        connection.data_received(b"1\r\na\r\n")
+        assert connection.timeout_keep_alive_task is timer
+        assert not timer.cancelled()
+        client._answer.complete = False
+        await client.send_raw(b"0\r\n\r\n" + HEAD + SIZED + BODY)  # and then it goes on as ever
+        assert (await client.answer()).status == 200
+        assert timer.cancelled()
+        assert connection.timeout_keep_alive_task is not timer

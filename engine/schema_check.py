@@ -34,6 +34,8 @@ _OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
 _TYPED: Final = frozenset[str]().union(*_OF_TYPE.values())
 _BOUNDS: Final = _OF_TYPE["number"]
 _NAMING: Final = frozenset({"properties", "patternProperties"})
+NAMED: Final = frozenset({*_NAMING, "propertyNames"})
+_FURTHER: Final = frozenset({"additionalProperties", "unevaluatedProperties"})
 _ALONE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _FORMATS: Final = frozenset(
     {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uri", "uri-reference", "uuid"}
@@ -91,10 +93,7 @@ class _Check:
             if name in _TYPED and not types:
                 raise _refuse(at, "is only enforced where a type is given beside it")
             self._keyword(schema, name, value, at, types)
-        for name in ("$defs", "definitions"):
-            for key, each in _members(schema.get(name, {}), f"{path}.{name}"):
-                self._visit(each, key, depth + 1)
-        for key, each in _children(schema, path):
+        for key, each in children(schema, path):
             self._visit(each, key, depth + 1)
 
     def _types(self, schema: dict[str, Any], path: str) -> tuple[str, ...]:
@@ -171,17 +170,25 @@ class _Check:
             raise _refuse(at, "is not enforced beside patternProperties")
 
     def _reference(self, value: Any, at: str) -> None:
-        target = self._root
-        if not isinstance(value, str) or not value.startswith("#"):
-            raise _refuse(at, "is not within the schema")
-        for part in value[1:].split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, dict) or part not in target:
-                raise _refuse(at, "points nowhere")
-            target = target[part]
-        if value != "#" and not value.startswith("#/"):
-            raise _refuse(at, "is an anchor")
+        target = referred(self._root, value, at)
         self._targets.append((target, f"${value[1:].replace('/', '.')}"))
+
+
+def referred(root: Any, reference: Any, at: str) -> Any:
+    """What a reference within a schema points to. `at`: where it stands. Raises: RequestError."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        raise _refuse(at, "is not within the schema")
+    target = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(target, dict) or part not in target:
+            raise _refuse(at, "points nowhere")
+        if part in _FURTHER and NAMED & target.keys():
+            raise _refuse(at, f"points into {part} beside properties: give it a name in $defs")
+        target = target[part]
+    if reference != "#" and not reference.startswith("#/"):
+        raise _refuse(at, "is an anchor")
+    return target
 
 
 def _check_pattern(value: Any, at: str) -> None:
@@ -230,9 +237,9 @@ def _members(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}.{name}", each
 
 
-def _children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The schemas below this one, with their paths."""
-    for name in ("properties", "patternProperties"):
+def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The schemas below this one, with their paths. Raises: RequestError."""
+    for name in ("$defs", "definitions", "properties", "patternProperties"):
         yield from _members(schema.get(name, {}), f"{path}.{name}")
     for name in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"):
         if schema.get(name, False) is not False:

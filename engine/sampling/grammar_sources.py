@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from ..errors import RequestError
+from ..grammar_session import GrammarSpec
+from ..schema_forms import enforceable
+
+
+def json_schema(spec: GrammarSpec) -> Any:
+    """What a `json_schema` or a `json_object` asks for, as the libraries enforce it. Raises: RequestError."""
+    return enforceable(json.loads(spec.source)) if spec.source else {"type": "object"}
 
 
 def choices(source: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""Structured output by xgrammar."""
+"""Structured output by xgrammar, but for schemas that it would misread: llguidance serves those."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,14 @@ import numpy as np
 import xgrammar
 
 from ..errors import RequestError
-from ..grammar_session import GrammarSpec
-from .grammar_sources import choice_as_ebnf, plain_error
+from ..grammar_session import CompiledGrammar, GrammarSpec
+from ..schema_forms import schemas_within
+from .grammar_llguidance import LlguidanceBackend
+from .grammar_sources import choice_as_ebnf, json_schema, plain_error
 
 MAX_WHITESPACE = 16  # between two tokens of JSON: a model that likes white space must not fill its answer with it
+MAX_MULTIPLE = 1024
+_PATTERNS = frozenset({"pattern", "patternProperties", "propertyNames"})
 
 
 class XgrammarBackend:
@@ -21,6 +26,8 @@ class XgrammarBackend:
     """
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
+        self._vocabulary = (token_bytes, end_ids)
+        self._other: LlguidanceBackend | None = None  # made with the first schema that it is for
         self._compiler = _compiler(token_bytes, end_ids)
         # The library lets control characters into the strings of JSON, where they are not allowed: without such tokens
         # it cannot. White space between the tokens of JSON is blanks then.
@@ -28,9 +35,13 @@ class XgrammarBackend:
         self._json_compiler = _compiler(plain, end_ids)
         self._num_words = -(-len(token_bytes) // 32)
 
-    def compile_blocking(self, spec: GrammarSpec) -> XgrammarGrammar:
+    def compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises: RequestError."""
         try:
+            if spec.kind == "json_schema" and _is_misread(json.loads(spec.source)):
+                if self._other is None:
+                    self._other = LlguidanceBackend(*self._vocabulary)
+                return self._other.compile_blocking(spec)
             return XgrammarGrammar(self._compiled(spec), self._num_words)
         except RequestError:
             raise
@@ -42,11 +53,16 @@ class XgrammarBackend:
     def _compiled(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
         if spec.kind in ("json_schema", "json_object"):
-            schema = spec.source or '{"type": "object"}'
+            schema = json.dumps(json_schema(spec))
             return self._json_compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
         if spec.kind == "regex":
             return compiler.compile_regex(spec.source)
         return compiler.compile_grammar(choice_as_ebnf(spec.source) if spec.kind == "choice" else spec.source)
+
+
+def _is_misread(schema: Any) -> bool:
+    """In patterns, `a(bx*)?` would let "ax" pass, and `b|b(a|b)?` "bab"; a large multiple would not be asked for."""
+    return any(_PATTERNS & each.keys() or each.get("multipleOf", 0) > MAX_MULTIPLE for each in schemas_within(schema))
 
 
 def _compiler(token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> xgrammar.GrammarCompiler:

@@ -135,7 +135,12 @@ class LlguidanceSession:
                 return False
             self._over_by = 1
             return True
-        return not (self._matcher.is_stopped() or self._matcher.try_consume_tokens([token_id]) != 1)
+        if self._matcher.is_stopped():
+            return False
+        took = self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.is_error():  # a limit of the library, and not what the token is
+            raise ValueError(plain_error(ValueError(self._matcher.get_error())))
+        return took
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens - self._over_by)

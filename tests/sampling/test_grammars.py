@@ -287,3 +287,12 @@ def test_random_walks_through_open_objects_never_break_what_is_declared(backend)
             assert isinstance(value, str if name in OPEN["properties"] else int)
             finished += 1
     assert finished > 10
+
+
+def test_a_grammar_that_reaches_a_limit_of_its_library_says_so(backend):
+    if type(backend).__name__ == "XgrammarBackend":
+        pytest.skip("it has no limit but time")
+    session = backend.compile_blocking(spec("ebnf", 'root ::= "a" root "a" | "a" root | "a"')).session()
+    with pytest.raises(ValueError, match="items"):
+        for _ in range(700):
+            assert session.accept(ord("a"))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from .errors import RequestError
+from .pattern_check import pattern_fault
 
 MAX_DEPTH: Final = 64
 _ANNOTATIONS: Final = frozenset(
@@ -41,10 +42,7 @@ _FORMATS: Final = frozenset(
     {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uri", "uri-reference", "uuid"}
 )  # fmt: skip
 _ESCAPED_IN_JSON: Final = re.compile(r'"|\\\\|\\[nrtfvxuc0]')
-_LOOKAROUND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?!:)|\\[bB1-9])")
-# The libraries do not agree on what these are, or take the letter for itself.
-_NO_COMMON_MEANING: Final = re.compile(r"\\(?![dDwWsSpP])[A-Za-z]|\[\^?\[|&&")
-_ESCAPE_OR_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]")
+_MODIFIED: Final = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?!:)")
 NUM_DECIMALS: Final = 6  # of a bound of a number: what is below, the libraries drop
 
 
@@ -192,17 +190,13 @@ def referred(root: Any, reference: Any, at: str) -> Any:
 
 
 def _check_pattern(value: Any, at: str) -> None:
-    if not isinstance(value, str) or _LOOKAROUND.search(value):
-        raise _refuse(at, "uses look-around, back-references or word boundaries")
+    if not isinstance(value, str):
+        raise _refuse(at, "is no pattern")
     if _ESCAPED_IN_JSON.search(value):
         raise _refuse(at, "names characters that JSON has to escape")
-    if _NO_COMMON_MEANING.search(value):
-        raise _refuse(at, "uses what is not a pattern everywhere")
-    # Libraries read over an anchor within a pattern; at the ends of an alternative it means what they do anyway.
-    bare = _ESCAPE_OR_CLASS.sub("x", value)
-    parts = bare.split("|") if "(" not in bare else [bare]
-    if any(anchor in part.removeprefix("^").removesuffix("$") for part in parts for anchor in "^$"):
-        raise _refuse(at, "has an anchor elsewhere than at its ends")
+    fault = pattern_fault(value)
+    if fault is not None or _MODIFIED.search(value):
+        raise _refuse(at, fault or "has groups that are more than groups")
 
 
 def _is_whole(pattern: str) -> bool:

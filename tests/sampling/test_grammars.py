@@ -296,3 +296,40 @@ def test_a_grammar_that_reaches_a_limit_of_its_library_says_so(backend):
     with pytest.raises(ValueError, match="items"):
         for _ in range(700):
             assert session.accept(ord("a"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [("a.c", "aéc", "a\nc"), (r"\x41b", "Ab", "\u041b"), (r"\u0041b", "Ab", "\U0000041b"), ("(?i)ab", "aB", "ac")],
+)
+def test_regular_expressions_are_read_as_everywhere(backend, pattern, good, bad):
+    assert spelled(backend.compile_blocking(spec("regex", pattern)).session(), good)
+    assert not spelled(backend.compile_blocking(spec("regex", pattern)).session(), bad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "before"),
+    [
+        ("json_schema", {"type": "string", "maxLength": 3}, b'"'),
+        ("json_object", "", b'{"'),
+        ("ebnf", "root ::= [^a]", b""),
+    ],
+)
+def test_halves_of_surrogate_pairs_are_no_characters(backend, kind, source, before):
+    session = backend.compile_blocking(spec(kind, source)).session()
+    for byte in before:
+        assert session.accept(byte)
+    for _ in range(2):  # taken back, it is as if it had not been
+        assert session.accept(0xED)
+        assert set(range(0xA0, 0xC0)).isdisjoint(allowed(session))
+        assert not session.accept(0xA0)
+        assert session.accept(0x95)
+        assert 0xA0 in allowed(session)
+        session.rollback(2)
+    assert session.accept(0xEE)
+    assert 0xA0 in allowed(session)
+
+
+def test_a_choice_that_is_no_text_is_refused(backend):
+    with pytest.raises(RequestError, match="a choice is a list of non-empty texts"):
+        backend.compile_blocking(spec("choice", '["a", "\\ud800"]'))

@@ -157,7 +157,7 @@ class RequestBuilder:
         sequences = [*params.bad_words_ids, *self._bad_words(params.bad_words)]
         self._check_ids("bad_words_ids", [token_id for ids in params.bad_words_ids for token_id in ids])
         self._check_ids("logit_bias", dict(params.logit_bias))
-        self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         penalises = _has_penalties(params) and not self._limits.counts_tokens
         others = (params.logit_bias, sequences, params.allowed_token_ids, params.logits_processors, grammar)
         if not penalises and not any(others):

@@ -29,15 +29,15 @@ def probed_blocking(grammar: CompiledGrammar, spec: GrammarSpec) -> CompiledGram
         started = time.thread_time()
         try:
             mask = session.fill()
+            token_id = None if mask is None else _some_id(mask, ends, chance)
+            accepted = token_id is not None and session.accept(token_id)
         except ValueError as error:
             reason = str(error).splitlines()[0] if str(error) else "it allows nothing"
             raise RequestError(f"the {spec.kind} cannot be used: {reason}", param="structured_output") from error
-        token_id = None if mask is None else _some_id(mask, ends, chance)
         if token_id is None:
             if mask is not None and not number:
                 raise RequestError(f"the {spec.kind} cannot be used: it allows nothing", param="structured_output")
             break
-        accepted = session.accept(token_id)
         if time.thread_time() - started > MAX_TOKEN_S:
             raise RequestError(f"the {spec.kind} takes too long over each token", param="structured_output")
         if not accepted:

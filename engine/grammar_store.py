@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from .errors import Overloaded, RequestError
 from .grammar_session import CompiledGrammar, GrammarBackend, GrammarSpec
 from .grammar_triggers import read_triggers
+from .pattern_check import check_regex
 from .schema_check import check_schema
 
 COMPILE_TIMEOUT_S = 10.0
@@ -62,6 +63,8 @@ class GrammarStore:
     def _compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         if spec.kind == "json_schema":
             check_schema(_parsed(spec.source))
+        if spec.kind == "regex":
+            check_regex(spec.source)
         if spec.kind == "triggered":
             for schema in read_triggers(spec.source).schemas.values():
                 check_schema(schema)

@@ -16,8 +16,10 @@ from typing import Final, NamedTuple
 from .grammar_session import GrammarSession
 from .sampling_params import SamplingParams
 
-SLOW_TOKEN_S: Final = 0.05  # of a grammar: the loop stands still meanwhile
-MAX_SLOW_TOKENS: Final = 4  # in a row; a busy machine may well be slow once or twice
+# Of the loop's own time, which stands still meanwhile, for one token of a grammar; and for all slow ones in a row: what
+# grows with the text is stopped while it is small, and one token alone may compile something.
+SLOW_TOKEN_S: Final = 0.02
+MAX_SLOW_S: Final = 0.1
 
 
 class LogitEdit(NamedTuple):
@@ -46,12 +48,12 @@ class LogitRules:
         "_frequency",
         "_ids",
         "_mask",
-        "_num_slow",
         "_places",
         "_presence",
         "_repetition",
         "_seen",
         "_sequences",
+        "_slow_s",
         "_spent_s",
         "_takes",
         "grammar",
@@ -89,7 +91,7 @@ class LogitRules:
         self._mask = mask_of(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
         self.grammar = grammar
         self._spent_s = 0.0  # by the grammar on the token under way
-        self._num_slow = 0
+        self._slow_s = 0.0  # by the slow tokens before it, if the last one was slow
 
     def edit(self, index: int, ids: array[int]) -> LogitEdit | None:
         """The sparse changes after the history `ids`. O(new tokens), and a copy of the columns."""
@@ -111,9 +113,9 @@ class LogitRules:
         """The packed mask of the ids that may be drawn next, if not all may."""
         if self.grammar is None:
             return self._mask
-        started = time.perf_counter()
+        started = time.thread_time()
         filled = self.grammar.fill()
-        self._spent_s = time.perf_counter() - started
+        self._spent_s = time.thread_time() - started
         if filled is None or self._mask is None:
             return self._mask if filled is None else filled
         return both(filled, self._mask)
@@ -124,12 +126,13 @@ class LogitRules:
         """
         if self.grammar is None:
             return False
-        started = time.perf_counter()
+        started = time.thread_time()
         if not self.grammar.accept(token_id):
             raise ValueError(f"its grammar does not allow the drawn token {token_id}")
-        self._spent_s += time.perf_counter() - started
-        self._num_slow = self._num_slow + 1 if self._spent_s > SLOW_TOKEN_S else 0
-        if self._num_slow > MAX_SLOW_TOKENS:
+        self._spent_s += time.thread_time() - started
+        is_slow, before_s = self._spent_s > SLOW_TOKEN_S, self._slow_s
+        self._slow_s = before_s + self._spent_s if is_slow else 0.0
+        if before_s and self._slow_s > MAX_SLOW_S:
             raise ValueError(f"its grammar takes {1e3 * self._spent_s:.0f} ms a token, which holds up everybody")
         return self.grammar.is_over
 

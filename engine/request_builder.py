@@ -60,7 +60,7 @@ class RequestBuilder:
                 raise RequestError(f"{name} must be a string, not {shown(value)}", param=name)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, not {shown(priority)}", param="priority")
-        ids = self._checked_ids(prompt_ids)
+        ids = self._checked_ids(prompt_ids, params)
         stop_ids, stop_texts = self._stop_ids(params)
         number = next(self._numbers)
         return Request(
@@ -86,10 +86,17 @@ class RequestBuilder:
             deadline=deadline,
         )
 
-    def _checked_ids(self, prompt_ids: Sequence[int]) -> array[int]:
+    def _checked_ids(self, prompt_ids: Sequence[int], params: SamplingParams) -> array[int]:
         if isinstance(prompt_ids, (str, bytes, bytearray, Mapping, Set)):  # array would take bytes for packed ids
             raise RequestError(f"the prompt must be a list of token ids, not {shown(prompt_ids)}", param="prompt")
         vocab_size = self._limits.vocab_size
+        try:
+            num_ids = len(prompt_ids)
+        except TypeError:
+            raise RequestError(
+                f"the prompt must be a list of token ids, not {shown(prompt_ids)}", param="prompt"
+            ) from None
+        self._checked_length(num_ids, params)  # before its ids are walked: of a prompt far too long that takes a while
         try:
             packed = array("I", prompt_ids)  # unsigned: three times as fast as "i", and no id is negative afterwards
             are_known = not packed or max(prompt_ids) < vocab_size
@@ -150,7 +157,7 @@ class RequestBuilder:
         sequences = [*params.bad_words_ids, *self._bad_words(params.bad_words)]
         self._check_ids("bad_words_ids", [token_id for ids in params.bad_words_ids for token_id in ids])
         self._check_ids("logit_bias", dict(params.logit_bias))
-        self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         penalises = _has_penalties(params) and not self._limits.counts_tokens
         others = (params.logit_bias, sequences, params.allowed_token_ids, params.logits_processors, grammar)
         if not penalises and not any(others):

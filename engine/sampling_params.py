@@ -69,7 +69,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # kept as pairs
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # all
     logits_processors: tuple[LogitsProcessor, ...] = ()
     structured_output: GrammarSpec | None = None
     logprobs: int | None = None
@@ -82,7 +82,8 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, most in _MOST.items():
-            object.__setattr__(self, name, _items(name, getattr(self, name), most))
+            if getattr(self, name) is not None or name != "allowed_token_ids":
+                object.__setattr__(self, name, _items(name, getattr(self, name), most))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", param=name)
@@ -138,7 +139,9 @@ class SamplingParams:
             for each in ids:
                 _integer("bad_words_ids", each, low=0)
         object.__setattr__(self, "bad_words_ids", tuple(sequences))
-        for token_id in self.allowed_token_ids:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids allows nothing: it is an empty list", param="allowed_token_ids")
+        for token_id in self.allowed_token_ids or ():
             _integer("allowed_token_ids", token_id, low=0)
         if self.pooling is not None and (self.pooling not in get_args(Pooling) or self.max_tokens != 0):
             raise RequestError(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from .errors import RequestError
+from .pattern_check import pattern_fault
 
 MAX_DEPTH: Final = 64
 _ANNOTATIONS: Final = frozenset(
@@ -34,15 +35,14 @@ _OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
 _TYPED: Final = frozenset[str]().union(*_OF_TYPE.values())
 _BOUNDS: Final = _OF_TYPE["number"]
 _NAMING: Final = frozenset({"properties", "patternProperties"})
+NAMED: Final = frozenset({*_NAMING, "propertyNames"})
+_FURTHER: Final = frozenset({"additionalProperties", "unevaluatedProperties"})
 _ALONE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _FORMATS: Final = frozenset(
     {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uri", "uri-reference", "uuid"}
 )  # fmt: skip
 _ESCAPED_IN_JSON: Final = re.compile(r'"|\\\\|\\[nrtfvxuc0]')
-_LOOKAROUND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?!:)|\\[bB1-9])")
-# The libraries do not agree on what these are, or take the letter for itself.
-_NO_COMMON_MEANING: Final = re.compile(r"\\(?![dDwWsSpP])[A-Za-z]|\[\^?\[|&&")
-_ESCAPE_OR_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]")
+_MODIFIED: Final = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?!:)")
 NUM_DECIMALS: Final = 6  # of a bound of a number: what is below, the libraries drop
 
 
@@ -91,10 +91,7 @@ class _Check:
             if name in _TYPED and not types:
                 raise _refuse(at, "is only enforced where a type is given beside it")
             self._keyword(schema, name, value, at, types)
-        for name in ("$defs", "definitions"):
-            for key, each in _members(schema.get(name, {}), f"{path}.{name}"):
-                self._visit(each, key, depth + 1)
-        for key, each in _children(schema, path):
+        for key, each in children(schema, path):
             self._visit(each, key, depth + 1)
 
     def _types(self, schema: dict[str, Any], path: str) -> tuple[str, ...]:
@@ -171,31 +168,35 @@ class _Check:
             raise _refuse(at, "is not enforced beside patternProperties")
 
     def _reference(self, value: Any, at: str) -> None:
-        target = self._root
-        if not isinstance(value, str) or not value.startswith("#"):
-            raise _refuse(at, "is not within the schema")
-        for part in value[1:].split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, dict) or part not in target:
-                raise _refuse(at, "points nowhere")
-            target = target[part]
-        if value != "#" and not value.startswith("#/"):
-            raise _refuse(at, "is an anchor")
+        target = referred(self._root, value, at)
         self._targets.append((target, f"${value[1:].replace('/', '.')}"))
 
 
+def referred(root: Any, reference: Any, at: str) -> Any:
+    """What a reference within a schema points to. `at`: where it stands. Raises: RequestError."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        raise _refuse(at, "is not within the schema")
+    target = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(target, dict) or part not in target:
+            raise _refuse(at, "points nowhere")
+        if part in _FURTHER and NAMED & target.keys():
+            raise _refuse(at, f"points into {part} beside properties: give it a name in $defs")
+        target = target[part]
+    if reference != "#" and not reference.startswith("#/"):
+        raise _refuse(at, "is an anchor")
+    return target
+
+
 def _check_pattern(value: Any, at: str) -> None:
-    if not isinstance(value, str) or _LOOKAROUND.search(value):
-        raise _refuse(at, "uses look-around, back-references or word boundaries")
+    if not isinstance(value, str):
+        raise _refuse(at, "is no pattern")
     if _ESCAPED_IN_JSON.search(value):
         raise _refuse(at, "names characters that JSON has to escape")
-    if _NO_COMMON_MEANING.search(value):
-        raise _refuse(at, "uses what is not a pattern everywhere")
-    # Libraries read over an anchor within a pattern; at the ends of an alternative it means what they do anyway.
-    bare = _ESCAPE_OR_CLASS.sub("x", value)
-    parts = bare.split("|") if "(" not in bare else [bare]
-    if any(anchor in part.removeprefix("^").removesuffix("$") for part in parts for anchor in "^$"):
-        raise _refuse(at, "has an anchor elsewhere than at its ends")
+    fault = pattern_fault(value)
+    if fault is not None or _MODIFIED.search(value):
+        raise _refuse(at, fault or "has groups that are more than groups")
 
 
 def _is_whole(pattern: str) -> bool:
@@ -230,9 +231,9 @@ def _members(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}.{name}", each
 
 
-def _children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The schemas below this one, with their paths."""
-    for name in ("properties", "patternProperties"):
+def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The schemas below this one, with their paths. Raises: RequestError."""
+    for name in ("$defs", "definitions", "properties", "patternProperties"):
         yield from _members(schema.get(name, {}), f"{path}.{name}")
     for name in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"):
         if schema.get(name, False) is not False:

@@ -6,15 +6,18 @@ import asyncio
 import functools
 import re
 import socket
+import sys
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import httptools
 from starlette.types import Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from .failures import Refused, failure_of
 from .turnstile import Turnstile
 
 if TYPE_CHECKING:
@@ -27,8 +30,8 @@ WRITE_BUFFER_BYTES = 16 << 10  # what waits in this process for a slow reader be
 SOCKET_BUFFER_BYTES = 256 << 10  # what waits in the kernel; left to itself that grows to megabytes
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 20, 5, 4  # a silent loss is noticed within 40 s
 _UPGRADE = re.compile(rb"(?<=\n)upgrade:", re.IGNORECASE)
-_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_SLOW = Refused(408, "the request's head did not arrive in time", code="head_timeout")
+_TOO_LARGE = Refused(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes", code="head_too_large")
 
 
 class DirectConnection(Protocol):
@@ -45,7 +48,13 @@ class DirectConnection(Protocol):
 
     @property
     def transport(self) -> asyncio.WriteTransport:
-        """Takes what `chunk` makes."""
+        """Takes what `framed` makes."""
+        ...
+
+    @property
+    def framed(self) -> Callable[[bytes], bytes]:
+        """Makes of a part of the body, which must not be empty, what goes over the wire: `chunk`, or for a client that
+        knows no chunks the part itself."""
         ...
 
     @property
@@ -67,7 +76,7 @@ class DirectConnection(Protocol):
 
 
 def chunk(body: bytes) -> bytes:
-    """`body`, which must not be empty, as it goes over the wire."""
+    """`body`, which must not be empty, as HTTP/1.1 frames what has no length of its own."""
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
@@ -86,7 +95,7 @@ class ServedConnection(HttpToolsProtocol):
     """Adds to uvicorn's protocol what it leaves out: time and size limits for a request's head, TCP keepalive, small
     write buffers, turns for a burst of requests, and itself as a DirectConnection in the request's scope."""
 
-    __slots__ = ("is_writable",)  # looked at for every frame; a transport that is closing is found by `connection_lost`
+    __slots__ = ("framed", "is_writable")  # for every frame; a transport that is closing is found by `connection_lost`
 
     def __init__(
         self,
@@ -106,7 +115,9 @@ class ServedConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._reads_head = True  # and not a body
+        self._answering: RequestResponseCycle | None = None  # `cycle` may be one behind it, of a pipelining client
         self.is_writable = False
+        self.framed: Callable[[bytes], bytes] = chunk
         self.has_timed_out = False
         self._watchers: list[Callable[[], None]] | None = []  # None: the connection is lost
 
@@ -163,6 +174,11 @@ class ServedConnection(HttpToolsProtocol):
             data = _without_upgrade(data)
         super().data_received(data)
 
+    def _unset_keepalive_if_required(self) -> None:
+        # Called for whatever comes. The rest of a body whose request has been answered does not keep a connection alive.
+        if self._reads_head or self.is_busy:
+            super()._unset_keepalive_if_required()
+
     def pause_writing(self) -> None:
         self.is_writable = False
         super().pause_writing()
@@ -171,9 +187,28 @@ class ServedConnection(HttpToolsProtocol):
         self.is_writable = not self.transport.is_closing()
         super().resume_writing()
 
+    def send_400_response(self, msg: str) -> None:
+        """Called by the protocol above where the parser cannot go on, while its error is handled."""
+        answering = self._answering
+        if answering is not None and not answering.response_complete:
+            is_its_body = answering is self.cycle and answering.more_body
+            if not is_its_body or answering.response_started:
+                # No request, behind one whose answer is under way: that is not to suffer, and the connection ends with it.
+                self.pipeline.clear()
+                answering.keep_alive = False
+                return
+        error = sys.exc_info()[1]
+        reason = "" if error is None or isinstance(error, httptools.HttpParserCallbackError) else f": {error}"
+        self._answer(Refused(400, f"the request is not valid HTTP/1.1{reason}", code="invalid_http"))
+
     # httptools' callbacks
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reads_head:  # what stands behind a body has no say
+            super().on_header(name, value)
+
     def on_message_begin(self) -> None:
+        super()._unset_keepalive_if_required()
         super().on_message_begin()
         cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: self}
         if self._head_timer is None:
@@ -191,6 +226,10 @@ class ServedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         scope = cast("dict[str, Any]", cycle.scope)
         scope[ARRIVED_AT] = perf_counter()
+        self._answering, self.framed = cycle, chunk
+        if scope["http_version"] != "1.1":
+            self.framed, app, cycle.keep_alive = bytes, _until_close(cycle, app), False
+            cycle.waiting_for_100_continue = False
         start = functools.partial(super()._start_asgi_task, cycle, app)
         if scope["method"] == "POST":
             self._turnstile.enter(start)
@@ -211,11 +250,46 @@ class ServedConnection(HttpToolsProtocol):
         if not self.is_busy:  # else the answer under way is not to suffer; the keep-alive limit comes after it
             self._refuse(_TOO_SLOW)
 
-    def _refuse(self, answer: bytes) -> None:
+    def _refuse(self, refused: Refused) -> None:
         self._head_came()
-        if not self.is_busy:
-            self.transport.write(answer)
+        if self.is_busy:
+            self.transport.close()
+        else:
+            self._answer(refused)
+
+    def _answer(self, refused: Refused) -> None:
+        """Answer what never became a request, and close."""
+        body = failure_of(refused).body()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        self.transport.write(b"".join([STATUS_LINE[refused.status], *lines, b"\r\n", body]))
         self.transport.close()
+
+
+def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """`app` for a client older than HTTP/1.1, which knows no chunks: what has no length ends with the connection."""
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        is_endless = False
+
+        async def sent(message: Any) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                is_endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if is_endless:
+                    cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+            elif is_endless and not message.get("more_body", False):
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return served
 
 
 def _without_upgrade(data: bytes) -> bytes:

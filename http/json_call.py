@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from enum import Enum
+from io import StringIO
 from typing import Final
 
 _SPACE: Final = " \t\r\n"
@@ -32,16 +33,21 @@ class JsonCall:
         self._in_string = False
         self._escaped = False
         self._key: str | None = None
-        self._start: int | None = None  # where the current key or value begins in `raw`
+        self._read = StringIO()  # `raw`: text that is appended to takes time that grows with its length
+        self._start: int | None = None  # where the current key or value begins in it
         self._is_value = False
         self._streams = False  # the value under way is the arguments', and its text goes out as it comes
         self._arguments: str | None = None  # those that came before the name
         self._given = False  # arguments went out
         self._new: list[str] = []
         self._bare = self.is_bare = arguments_only
-        self.raw = ""
         self.name: str | None = None
         self.progress = Progress.OPEN
+
+    @property
+    def raw(self) -> str:
+        """What was taken, of what is not yet a call."""
+        return self._read.getvalue()
 
     def push(self, text: str) -> tuple[str, str]:
         """Take text up to the object's end. Returns new text of the arguments, and what is left."""
@@ -50,7 +56,7 @@ class JsonCall:
             run = _WITHIN_STRING.match(text, at) if self._in_string and not self._escaped else None
             end = max(at + 1, 0 if run is None else run.end())
             if not self._streams and not self._bare:  # a call by now, whose text is nobody's any more
-                self.raw += text[at:end]
+                self._read.write(text[at:end])
             self._take(text[at:end])
             at = end
         return self._taken(), text[at:]
@@ -75,7 +81,7 @@ class JsonCall:
         elif self._depth == 1 and char == ":" and not self._is_value:
             self._is_value, self._start = True, None
         elif self._depth == 1 and char == ",":
-            self._end_value(len(self.raw) - 1)
+            self._end_value()
         elif char not in _SPACE:
             if not self._depth:
                 self.progress = Progress.NO_CALL
@@ -89,12 +95,12 @@ class JsonCall:
         elif char == '"':
             self._in_string = False
             if self._depth == 1 and not self._is_value and self._start is not None:
-                self._key = _loaded(self.raw[self._start :])
+                self._key = _loaded(self._from(self._start))
                 self._start = None
 
     def _begin(self) -> None:
-        if self._depth == 1 and self._start is None:
-            self._start = len(self.raw) - 1
+        if self._depth == 1 and self._start is None and not self._bare:
+            self._start = self._read.tell() - 1
 
     def _open(self, char: str) -> None:
         if not self._depth and char == "[":
@@ -113,16 +119,20 @@ class JsonCall:
             self._key = self._start = None
             self._is_value = False
         elif self._depth <= 0:
-            self._end_value(len(self.raw) - 1)
+            self._end_value()
             self._end()
 
     @property
     def _is_arguments(self) -> bool:
         return self._is_value and self._key in ("arguments", "parameters") and not self._given
 
-    def _end_value(self, end: int) -> None:
+    def _from(self, start: int) -> str:
+        self._read.seek(start)
+        return self._read.read()  # and stands at the end again
+
+    def _end_value(self) -> None:
         if self._is_value and self._start is not None and not self._bare:
-            value = self.raw[self._start : end].rstrip(_SPACE)
+            value = self._from(self._start)[:-1].rstrip(_SPACE)
             if self._key == "name" and self.name is None:
                 name = _loaded(value)
                 if not name or (self._names is not None and name not in self._names):

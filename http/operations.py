@@ -99,6 +99,7 @@ _ERRORS = {
     "404": "no such model",
     "408": "the body did not arrive in time, or the request's own deadline passed while it waited",
     "413": "the body is too large",
+    "415": "the body is compressed",
     "429": "the queue is full; see Retry-After",
     "500": "the request failed here",
     "503": "the engine is starting, draining or dead",

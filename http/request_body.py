@@ -15,6 +15,7 @@ from .settings import FrontSettings
 
 Body = TypeVar("Body", bound=BaseModel)
 SMALL_BYTES = 1 << 20
+MAX_DEPTH = 128  # of objects and lists in each other: 60 levels of a schema, and half of what the parser takes apart
 CLOSE = {"connection": "close"}  # what is left of such a body will not be read
 
 
@@ -32,8 +33,12 @@ async def optional_json(request: Request, settings: FrontSettings) -> dict[str, 
 async def read_body(request: Request, settings: FrontSettings, limit: int) -> bytes:
     """The body, of at most `limit` bytes.
 
-    Raises: Refused with 413 (too large), 408 (too slow) or 400.
+    Raises: Refused with 413 (too large), 408 (too slow), 415 (compressed) or 400.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"the body has content-encoding {encoding}; send it as it is"
+        raise Refused(415, message, code="unsupported_encoding", headers={**CLOSE, "accept-encoding": "identity"})
     length = request.headers.get("content-length", "0")
     if not length.isdecimal():
         raise Refused(400, "content-length is not a number", headers=CLOSE)
@@ -51,7 +56,20 @@ def parsed(body: bytes) -> dict[str, Any]:
         raise Refused(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise Refused(400, "the body must be a JSON object", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_too_deep(value):
+        raise Refused(400, f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
     return {name: field for name, field in value.items() if field is not None}
+
+
+def _is_too_deep(value: object) -> bool:
+    """Whether what takes schemas and tools apart, and writes them again, would give up somewhere inside."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
+        level = [child for children in inner for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _check_utf8(body: bytes) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs, Usage
-from .connection import DirectConnection, chunk, direct_connection
+from .connection import DirectConnection, direct_connection
 from .course import Course
 from .disconnect import watching
 from .failures import reported
@@ -269,7 +269,7 @@ class SseResponse(Response):
             self._woken.set()
             return b""
         body = self._take(now)
-        return chunk(body) if body else b""  # text that may become a tool call gives no frame yet
+        return connection.framed(body) if body else b""  # text that may become a tool call gives no frame yet
 
     # The request's task.
 
@@ -382,7 +382,7 @@ class SseResponse(Response):
             if not self._is_parked:
                 self._last_write_at = now
                 if self._connection is not None and self._connection.is_writable:
-                    self.transport.write(chunk(PING))
+                    self.transport.write(self._connection.framed(PING))
                 else:
                     self._is_ping_due = True
                     self._woken.set()

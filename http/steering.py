@@ -30,7 +30,7 @@ class SteeringFields(BaseModel):
     presence_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     bad_words: list[str] = Field(default_factory=list)
-    allowed_token_ids: list[int] = Field(default_factory=list)
+    allowed_token_ids: list[int] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -49,7 +49,7 @@ class SteeringFields(BaseModel):
             "presence_penalty": self.presence_penalty,
             "logit_bias": _biases(self.logit_bias),
             "bad_words": tuple(self.bad_words),
-            "allowed_token_ids": tuple(self.allowed_token_ids),
+            "allowed_token_ids": self.allowed_token_ids,
             "structured_output": None if grammar is None else grammar[1],
         }
 

@@ -16,6 +16,7 @@ Mode = Literal["none", "auto", "required", "named"]
 MAX_TOOLS = 128
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY: Mapping[str, Any] = {"type": "object"}
+_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _MARKERS = (
     ("[TOOL_CALLS]", CallForm.MISTRAL),
     ("<tool_call>", CallForm.HERMES),
@@ -184,13 +185,20 @@ def _call(functions: Mapping[str, Mapping[str, Any]], arguments: str) -> dict[st
     return {"anyOf": calls}
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """The schema as part of a larger one: its references within itself begin at `root`."""
+def _moved(schema: Any, root: str, *, is_names: bool = False) -> Any:
+    """The schema as part of a larger one: its references within itself begin at `root`. `is_names`: no schema, but those
+    of names; what looks like a reference there is a name, and a part of the value in a constant.
+    """
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(value, root) for name, value in schema.items()}
+    if is_names:
+        return {name: _moved(each, root) for name, each in schema.items()}
+    moved = {
+        name: value if name in ("const", "enum") else _moved(value, root, is_names=name in _OF_NAMES)
+        for name, value in schema.items()
+    }
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = root + reference[1:]

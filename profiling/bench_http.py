@@ -56,14 +56,13 @@ LARGEST_VOCAB = 300_000
 class PacedWorker:
     """Each forward takes `step_s` on a lane of its own, each launch LAUNCH_S of the loop; the tokens are anything."""
 
-    def __init__(self, num_rows: int, output_tokens: int, step_s: float) -> None:
-        longest = PROMPT_TOKENS + output_tokens + 16
+    def __init__(self, num_rows: int, max_model_len: int, step_s: float, *, vocab_size: int = VOCAB) -> None:
         self._limits = WorkerLimits(
-            num_pages=num_rows * (longest // 16 + 2),
+            num_pages=num_rows * (max_model_len // 16 + 2),
             page_size=16,
             num_rows=num_rows,
-            max_model_len=longest,
-            vocab_size=VOCAB,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
         )
         self._step_s = step_s
         self._lane: HostLane | None = None
@@ -144,7 +143,7 @@ class Counting:
 
 
 def paced_engine(load: Load, tokenizer: TextTokenizer | None) -> Engine:
-    worker = PacedWorker(load.num_streams, load.output_tokens, load.step_ms / 1e3)
+    worker = PacedWorker(load.num_streams, PROMPT_TOKENS + load.output_tokens + 16, load.step_ms / 1e3)
     return Engine.on(
         worker, tokenizer=tokenizer if load.text else None, max_running_requests=load.num_streams, prefix_cache=False
     )

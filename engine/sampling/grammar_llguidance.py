@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..grammar_session import GrammarSpec
-from .grammar_sources import choices, plain_error
+from .grammar_sources import choices, json_schema, plain_error
 
 MAX_WHITESPACE = 16
 
@@ -72,10 +72,8 @@ class LlguidanceBackend:
     def _source(self, spec: GrammarSpec) -> str:
         matcher = llguidance.LLMatcher
         options: Any = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
-        if spec.kind == "json_schema":
-            return str(matcher.grammar_from_json_schema(json.loads(spec.source), options))
-        if spec.kind == "json_object":
-            return str(matcher.grammar_from_json_schema({"type": "object"}, options))
+        if spec.kind in ("json_schema", "json_object"):
+            return str(matcher.grammar_from_json_schema(json_schema(spec), options))
         if spec.kind == "regex":
             return str(matcher.grammar_from_regex(spec.source))
         if spec.kind == "choice":
@@ -137,7 +135,12 @@ class LlguidanceSession:
                 return False
             self._over_by = 1
             return True
-        return not (self._matcher.is_stopped() or self._matcher.try_consume_tokens([token_id]) != 1)
+        if self._matcher.is_stopped():
+            return False
+        took = self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.is_error():  # a limit of the library, and not what the token is
+            raise ValueError(plain_error(ValueError(self._matcher.get_error())))
+        return took
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens - self._over_by)

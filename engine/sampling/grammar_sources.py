@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from ..errors import RequestError
+from ..grammar_session import GrammarSpec
+from ..schema_forms import enforceable
+
+
+def json_schema(spec: GrammarSpec) -> Any:
+    """What a `json_schema` or a `json_object` asks for, as the libraries enforce it. Raises: RequestError."""
+    return enforceable(json.loads(spec.source)) if spec.source else {"type": "object"}
 
 
 def choices(source: str) -> list[str]:
@@ -14,9 +22,13 @@ def choices(source: str) -> list[str]:
         texts = json.loads(source)
     except ValueError:
         texts = None
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+    if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
         raise RequestError("a choice is a list of non-empty texts", param="structured_output")
     return texts
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def choice_as_ebnf(source: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.engine.errors import RequestError, StepFailed
-from slipstream.engine.logit_rules import MAX_SLOW_TOKENS, SLOW_TOKEN_S, LogitRules, both, mask_of, without
+from slipstream.engine.logit_rules import MAX_SLOW_S, SLOW_TOKEN_S, LogitRules, both, mask_of, without
 from slipstream.engine.scheduler import new_token_ratio
 from slipstream.engine.scripted_worker import Script
 from slipstream.engine.worker import SampleInputs
@@ -81,19 +81,27 @@ class Grammar:
         return True
 
 
-def test_a_grammar_that_stays_slow_ends_its_request_and_one_slow_token_does_not():
-    made, slow = rules(), SLOW_TOKEN_S * 2
+@pytest.mark.parametrize(
+    ("takes_s", "num_taken"),
+    [
+        ([SLOW_TOKEN_S * 1.1] * 9, 4),  # the fifth is too many
+        ([MAX_SLOW_S / 4 * 2**n for n in range(9)], 2),  # one that grows is stopped before it holds up anybody for long
+        ([5.0, 0.0] * 5, 10),  # slow once, again and again
+        ([SLOW_TOKEN_S * 0.9] * 50, 50),
+    ],
+)
+def test_a_grammar_that_stays_slow_ends_its_request_and_one_slow_token_does_not(takes_s, num_taken):
+    made = rules()
     made.grammar = grammar = Grammar()
-    with patch("slipstream.engine.logit_rules.time.perf_counter", lambda: grammar.clock_s):
-        grammar.takes_s = [*[slow] * MAX_SLOW_TOKENS, 0.0] * 3
-        for _ in range(3 * (MAX_SLOW_TOKENS + 1)):
+    grammar.takes_s = list(takes_s)
+    with patch("slipstream.engine.logit_rules.time.thread_time", lambda: grammar.clock_s):
+        for number in range(len(takes_s)):
             made.mask()
+            if number == num_taken:
+                with pytest.raises(ValueError, match="ms a token, which holds up everybody"):
+                    made.accept(1)
+                break
             assert not made.accept(1)
-        grammar.takes_s = [slow]
-        with pytest.raises(ValueError, match="100 ms a token"):
-            for _ in range(MAX_SLOW_TOKENS + 1):
-                made.mask()
-                made.accept(1)
 
 
 def test_masks_are_bits_by_id():

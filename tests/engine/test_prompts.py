@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -36,6 +37,23 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_both_counts(scripted
             assert (caught.value.param, caught.value.code) == ("prompt", LENGTH_CODE)
         assert engine.stats.num_waiting == 0
         assert len((await engine.complete([1, 2], SamplingParams(max_tokens=3))).token_ids) == 3
+
+
+class Unreadable(Sequence[int]):
+    """Ids that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, place: object) -> NoReturn:
+        raise AssertionError("an id was looked at")
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_walked() -> None:
+    """A megabyte of text is 250,000 ids, and walking them holds the loop for longer than many a step takes."""
+    with pytest.raises(RequestError, match="tokens; prompt and output together") as caught:
+        build(Unreadable())
+    assert caught.value.code == LENGTH_CODE
 
 
 @pytest.mark.parametrize(("length", "num_outputs"), [(CONTEXT - 2, 2), (CONTEXT - 1, 1)])

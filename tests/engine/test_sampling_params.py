@@ -127,3 +127,10 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 )
 def test_no_temperature_or_one_candidate_means_greedy(params: SamplingParams, is_greedy: bool) -> None:
     assert params.is_greedy is is_greedy
+
+
+def test_an_empty_list_of_allowed_ids_is_refused_and_none_allows_all() -> None:
+    with pytest.raises(RequestError, match="allowed_token_ids allows nothing") as caught:
+        SamplingParams(allowed_token_ids=())
+    assert caught.value.param == "allowed_token_ids"
+    assert SamplingParams(allowed_token_ids=None) == SamplingParams()

@@ -174,6 +174,13 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_before_any_step(engin
         assert running.stats.num_steps == 0
 
 
+async def test_a_regex_that_cannot_be_enforced_is_refused_before_any_step(engine):
+    async with engine() as running:
+        with pytest.raises(RequestError, match="the regex cannot be enforced: it has an anchor elsewhere"):
+            await running.complete([1], SamplingParams(structured_output=GrammarSpec(kind="regex", source="a^b")))
+        assert running.stats.num_steps == 0
+
+
 async def test_structured_output_needs_a_tokenizer_and_submit_needs_the_grammar(engine, recorder):
     async with engine(with_tokenizer=False) as running:
         with pytest.raises(RequestError, match="needs a tokenizer"):

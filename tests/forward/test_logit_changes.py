@@ -93,6 +93,28 @@ def test_masks_unpack_to_the_ids_that_made_them(vocab):
     assert unpacked(words, vocab)[0].nonzero()[:, 0].tolist() == ids
 
 
+def test_a_processor_has_a_copy_of_its_row_while_it_runs_and_afterwards(logits):
+    kept = []
+
+    def replaces(history, row):
+        kept.append(row)
+        row.fill_(7.0)
+        return torch.arange(float(VOCAB))
+
+    def raises(history, row):
+        row.fill_(7.0)
+        raise ValueError("half done")
+
+    inputs = SampleInputs(processors=((0, (replaces,), b""), (2, (raises,), b"")))
+    packed = LogitChanges.packed(inputs, range(3), vocab_size=VOCAB)
+    out = logits.clone()
+    failed = packed.restrict_(out, torch.empty(0, dtype=torch.int32))
+    assert list(failed) == [2]
+    kept[0].fill_(9.0)
+    assert torch.equal(out[0], torch.arange(float(VOCAB)))
+    assert torch.equal(out[1:], logits[1:])
+
+
 def test_dead_rows_and_ids_beyond_the_vocabulary_change_nothing(logits):
     inputs = SampleInputs(dead=frozenset({1}), suppressed=((0, (3, 5000)), (1, (4,))), masks=((1, b"\0" * 40),))
     packed = LogitChanges.packed(inputs, (0, 1, 2), vocab_size=VOCAB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
 import pytest
@@ -319,3 +320,49 @@ async def test_content_parts_null_content_and_developer_messages_reach_the_templ
         text = (await served.post("/detokenize", {"tokens": ids})).json["prompt"]
     turns = ("system ab", "user c", "assistant ", "tool d")
     assert text == "".join(f"<|turn|>{turn}<|end|>" for turn in turns) + "<|turn|>assistant "
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [130, 400, 900])
+async def test_a_body_nested_deeper_than_its_reader_goes_is_refused(serving: Any, depth: int) -> None:
+    function = {"name": "f", "parameters": nested(depth)}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(depth)}}
+    chat = {"messages": MESSAGES, "max_tokens": 1}
+    tools = {"tool_choice": "required", "tools": [{"type": "function", "function": function}]}
+    native = {"tool_choice": "required", "tools": [{"type": "function", **function}]}
+    async with serving() as served:
+        for path, body in (
+            ("/v1/chat/completions", {**chat, "response_format": schema}),
+            ("/v1/chat/completions", {**chat, **tools}),
+            ("/v1/chat/completions", {**chat, "chat_template_kwargs": nested(depth)}),
+            ("/v1/responses", {"input": "x", **native}),
+            ("/v1/completions", {"prompt": "x", "guided_json": nested(depth)}),
+            ("/tokenize", {"prompt": "x", "wat": nested(depth)}),
+        ):
+            answer = await served.post(path, body)
+            assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_json"), (path, answer.body[:200])
+            assert "nested more than" in answer.json["error"]["message"]
+
+
+async def test_a_body_may_be_nested_as_deep_as_schemas_are(serving: Any) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": nested(120)}
+    many = [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 45
+    async with serving() as served:
+        assert (await served.post("/v1/chat/completions", asked)).status == 200
+        assert (await served.post("/v1/chat/completions", {**asked, "messages": many})).status == 200
+
+
+async def test_a_compressed_body_is_told_so(serving: Any) -> None:
+    body = gzip.compress(b'{"prompt": "the"}')
+    async with serving() as served:
+        answer = await served.post("/v1/completions", body, content_encoding="gzip")
+        assert (answer.status, answer.json["error"]["code"]) == (415, "unsupported_encoding")
+        assert answer.headers["accept-encoding"] == "identity"
+        plain = await served.post("/v1/completions", {"prompt": "the", "max_tokens": 1}, content_encoding="identity")
+        assert plain.status == 200

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.http.json_call import JsonCall
 from slipstream.http.message_parser import CallForm, MessageParser, Piece
 
 NAMES = frozenset({"weather", "add"})
@@ -197,3 +198,40 @@ def test_a_call_behind_reasoning_is_found() -> None:
             "reasoning": "hm",
             "calls": [["add", "{}"]],
         }
+
+
+LONG = json.dumps({"text": 'ab"\\\n{' * 400, "list": list(range(400)), "deep": [{"a": [{}]}] * 200})
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        *((form, written(form, [("add", LONG), ("weather", LONG)])) for form in FORMS),
+        (CallForm.MISTRAL, f"[TOOL_CALLS]add{LONG}"),
+        (CallForm.ARGUMENTS, LONG),
+        (CallForm.HERMES, f'<tool_call>{{"arguments": {LONG}, "name": "add"}}</tool_call>'),
+        (CallForm.HERMES, f'<tool_call>{{"name": "add", "arguments": {json.dumps(LONG)}}}</tool_call>'),
+        (CallForm.HERMES, f"<tool_call>{{{', '.join(f'{json.dumps(str(n))}: 1' for n in range(2000))}}}</tool_call>"),
+    ],
+)
+def test_streamed_calls_are_read_in_work_that_grows_with_their_length(
+    form: CallForm, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in characters: those that are looked at, those that are held back and those that are read again."""
+    work = []
+    take, since = JsonCall._take, JsonCall._from
+    monkeypatch.setattr(JsonCall, "_take", lambda call, part: [work.append(len(part)), take(call, part)][1])
+
+    def counted(call: JsonCall, start: int) -> str:
+        again = since(call, start)
+        work.append(len(again))
+        return again
+
+    monkeypatch.setattr(JsonCall, "_from", counted)
+    parser = MessageParser(form, names=frozenset({"add"} if form is CallForm.ARGUMENTS else NAMES))
+    pieces = []
+    for character in text:
+        pieces += parser.push(character)
+        work.append(len(parser._buffer))
+    joined([*pieces, *parser.finish()])
+    assert len(text) / 2 < sum(work) < 4 * len(text)

@@ -142,3 +142,17 @@ async def test_the_native_endpoint_takes_them_too(serving: Any) -> None:
         assert is_regex(answer.json["text"])
         refused = await served.post("/generate", {"text": "x", "sampling_params": {"guided_regex": "(a"}})
     assert refused.status == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+async def test_no_allowed_ids_at_all_are_refused_by_name_and_null_allows_all(serving: Any, path: str) -> None:
+    async with serving() as served:
+        for ids, status in (([], 400), (None, 200)):
+            fields = {"allowed_token_ids": ids, "max_tokens": 1}
+            body = {"text": "x", "sampling_params": fields} if path == "/generate" else {"prompt": "x", **fields}
+            if "chat" in path:
+                body["messages"] = MESSAGES
+                del body["prompt"]
+            answer = await served.post(path, body)
+            assert answer.status == status, answer.body
+            assert status == 200 or "allowed_token_ids" in answer.body.decode()

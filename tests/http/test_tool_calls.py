@@ -123,6 +123,22 @@ async def test_a_required_call_is_enforced_and_a_cut_one_says_so(serving: Any, s
             assert reason == "length"
 
 
+async def test_a_constant_that_looks_like_a_reference_stays_what_it_is(serving: Any) -> None:
+    likeness = {"$ref": "#/$defs/b"}
+    parameters = {
+        "type": "object",
+        "properties": {"const": {"$ref": "#/$defs/b"}, "$ref": {"const": likeness}, "e": {"enum": [likeness]}},
+        "required": ["const", "$ref", "e"],
+        "$defs": {"b": {"const": 1}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    async with serving() as served:
+        asked = body(tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=300)
+        message, reason = whole(await served.post("/v1/chat/completions", asked))
+    assert reason == "tool_calls"
+    assert json.loads(message["calls"][0][1]) == {"const": 1, "$ref": likeness, "e": likeness}
+
+
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
 
 

@@ -16,9 +16,6 @@ from .request_memory import RequestMemory
 from .step_times import Allowance
 
 CLIPPED_OUTPUT_TOKENS = 4096  # more output than this is not reserved ahead: it can be retracted for
-# With so many tokens a step is as efficient as with more: prompts that still wait get their first token no later by
-# joining it, and those in it get theirs earlier.
-ENOUGH_TOKENS = 1024
 SHARED_TOKENS = 32  # so much of an uncached prefix in common is worth a wait of a step or two
 
 
@@ -64,7 +61,6 @@ class PrefillAdder:
         # A step full of decode rows must not starve the prompts: one page at least.
         self._chunk_tokens = max(chunk_tokens - num_decode, memory.page_size)
         self._input_tokens = max(input_tokens - num_decode, memory.page_size)
-        self._num_taken = 0
         self._latency = latency
         self._running = running
         self._reserved_pages: int | None = None  # summed on first need: most steps admit nobody
@@ -74,7 +70,7 @@ class PrefillAdder:
 
     @property
     def has_budget(self) -> bool:
-        if self._chunk_tokens <= 0 or self._input_tokens <= 0 or self._num_taken >= ENOUGH_TOKENS:
+        if self._chunk_tokens <= 0 or self._input_tokens <= 0:
             return False
         # Whatever the latency: one page at least joins, or a prompt would wait for as long as others decode.
         return self._latency is None or not self._lineup.extends or self._latency.tokens(0) > 0
@@ -141,7 +137,6 @@ class PrefillAdder:
         if self._latency is not None:
             self._latency.spend(request.num_planned, num_new)
         self._lineup.extend(request, num_new)
-        self._num_taken += num_new
         self._chunk_tokens -= num_new
         self._input_tokens -= num_new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,13 @@ def waiting_is_allowed_again() -> Iterator[None]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def device_alone() -> None:
+    """For tests that count what is free of the whole device: other processes would be counted with them."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.skip("counts what is free of the whole device: run it without -n")
 
 
 @pytest.fixture(scope="session")

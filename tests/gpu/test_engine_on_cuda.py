@@ -248,6 +248,7 @@ def test_a_trace_of_50_steps_shows_no_wait_no_synchronous_copy_and_no_allocation
     assert not waits, waits
 
 
+@pytest.mark.usefixtures("device_alone")
 def test_twenty_starts_and_stops_leave_nothing_behind(dummy_folder: Path) -> None:
     import psutil
 

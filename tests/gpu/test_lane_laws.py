@@ -86,6 +86,7 @@ def test_an_allocator_that_moves_its_ends_changes_no_token(folder: Path) -> None
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.usefixtures("device_alone")
 def test_fifty_thousand_steps_grow_nothing(folder: Path) -> None:
     import psutil
 

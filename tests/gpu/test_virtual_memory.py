@@ -8,6 +8,7 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 
+@pytest.mark.usefixtures("device_alone")
 def test_a_reserved_range_is_backed_without_moving_and_given_back() -> None:
     from slipstream.streams.virtual_memory import ReservedMemory
 

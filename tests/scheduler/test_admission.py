@@ -21,20 +21,6 @@ def test_whole_prompts_share_a_step_up_to_the_input_budget(hand) -> None:
     assert h.step().num_new == (1,) * 4 + (10,) * 2, "decode rows first, then the prompts that were left"
 
 
-def test_of_a_burst_no_more_share_a_step_than_make_it_efficient(hand) -> None:
-    h = hand(num_pages=4096, num_rows=32, chunk=2048, prefill=8192)
-    for number in range(5):
-        h.add([number] * 500)
-    h.add([9] * 4000)
-    assert h.step().num_new == (500,) * 3, "the third began below the bound"
-    batch = h.step()
-    assert batch.num_new[batch.num_decode :] == (500, 500, 1044), (
-        "a long prompt has what is left of its chunk, in pages"
-    )
-    batch = h.step()
-    assert batch.num_tokens > 2048 - 4, "and then all of it"
-
-
 def test_decode_rows_count_in_both_budgets(hand) -> None:
     h = hand(chunk=12, prefill=12)
     for number in range(4):

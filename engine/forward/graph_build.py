@@ -169,7 +169,9 @@ def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRu
         decode=decode,
         extend=extend,
         short=decode if config.prefill_attention == "auto" and plans_on_device else None,
-        fresh=extend.fresh_prompt(runner.tokens.capacity) if isinstance(extend, ServesFreshPrompts) else None,
+        fresh=extend.fresh_prompt(runner.tokens.capacity)
+        if mode != "breakable" and isinstance(extend, ServesFreshPrompts)
+        else None,
     )
     full, breakable = attention.kinds("full"), attention.kinds("breakable")
     if mode == "auto":

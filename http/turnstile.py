@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
-WITHOUT_PAUSE = 16  # of a burst
+WITHOUT_PAUSE = 64  # of a burst: over so soon that a pause would only make more steps slow
 AT_ONCE = 3  # requests: reading, checking and submitting one takes 0.3 to 1 ms, and a turn is not to be longer than 3
 
 
 class Turnstile:
-    """Makes calls at once as long as few come; of many, AT_ONCE in a turn of the loop, in order. Once a burst is longer than
-    a step needs to be full, each turn is followed by as long a pause: half of the loop is left to those who stream
-    already, however slow or busy its processor is.
+    """Makes calls at once as long as few come; of many, AT_ONCE in a turn of the loop, in order. In a long burst each turn
+    is followed by as long a pause: half of the loop is left to those who stream already, however slow or busy its
+    processor is.
     """
 
     __slots__ = ("_began", "_clock", "_is_turning", "_num_entered", "_num_in_burst", "_waiting")

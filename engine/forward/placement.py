@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from ...streams.cores import usable_cores
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Placement:
         return cls(
             device=device,
             dtype=_dtype(config, model, device),
-            num_threads=config.cpu_threads or max(1, (os.cpu_count() or 1) - 1),
+            num_threads=config.cpu_threads or max(1, usable_cores() - 1),
         )
 
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
 import pytest
 
+from slipstream.streams import cuda_lane
 from slipstream.streams.cuda_lane import CudaFence, EventPool, default_waiter
 
 
@@ -73,5 +73,5 @@ def test_an_event_goes_back_once_however_many_threads_see_it_passed() -> None:
 def test_a_lane_spins_for_its_tickets_only_where_that_takes_no_core_from_the_loop(
     monkeypatch: pytest.MonkeyPatch, cores: int, sleeps: bool
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(cuda_lane, "usable_cores", lambda: cores)
     assert default_waiter("compute").blocking_events is sleeps

@@ -13,7 +13,8 @@ from ..errors import RequestError
 from ..grammar_session import GrammarSpec
 from .grammar_sources import choices, json_schema, plain_error
 
-MAX_WHITESPACE = 16
+# Between two tokens of JSON: a model that likes white space must not fill its answer with it, but may indent.
+_WHITESPACE = r"\x20?|\x0A[\x20\x09]{0,32}"
 # Where a grammar takes any of these, the tokens that are so are not looked at one by one: beside the library's own, which
 # serve strings of JSON, the words of regular expressions.
 _SLICES = ("[a-z]{1,10}", "[a-zA-Z]{1,10}", *llguidance.LLTokenizer.general_slices())
@@ -75,7 +76,7 @@ class LlguidanceBackend:
 
     def _source(self, spec: GrammarSpec) -> str:
         matcher = llguidance.LLMatcher
-        options: Any = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
+        options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
         if spec.kind in ("json_schema", "json_object"):
             return str(matcher.grammar_from_json_schema(json_schema(spec, knows_declared=True), options))
         if spec.kind == "regex":

@@ -3,12 +3,15 @@
 They tell names apart as they are spelled: `"\\u0061"` passes for another name than `"a"`, and a further property so called
 would escape the schema of `a`. So the names of further properties become a pattern without escapes that leaves the
 declared ones out. Where nothing is said of further properties, there are none.
+
+llguidance leaves declared names out of a pattern by itself, but would hold them to its schema too: where that asks for
+nothing, the pattern has no names in it, and a mask at the start of a name takes a fiftieth of the time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from .schema_check import NAMED, children, referred
@@ -19,11 +22,13 @@ _HAS_ESCAPED: Final = re.compile(f"[{_ESCAPED}]")
 _MEANT: Final = frozenset(r"\^$.|?*+()[]{}-&~")  # in a pattern or in a class of it
 
 
-def enforceable(schema: Any) -> Any:
-    """The schema, changed in place. For schemas that `check_schema` lets pass."""
+def enforceable(schema: Any, *, knows_declared: bool = False) -> Any:
+    """The schema, changed in place. For schemas that `check_schema` lets pass. `knows_declared`: for a library that takes
+    no declared name for one of a pattern.
+    """
     for each in schemas_within(schema):
         if NAMED & each.keys():
-            _close(each)
+            _close(each, knows_declared=knows_declared)
     return schema
 
 
@@ -42,19 +47,22 @@ def schemas_within(root: Any) -> Iterator[dict[str, Any]]:
         yield each
 
 
-def _close(schema: dict[str, Any]) -> None:
+def _close(schema: dict[str, Any], *, knows_declared: bool) -> None:
     """Further properties by the names that they may have, and no others."""
     unevaluated = schema.pop("unevaluatedProperties", "properties" not in schema)
     further = schema.pop("additionalProperties", unevaluated)
     schema["additionalProperties"] = False
     named = schema.pop("propertyNames", None)
     if further is not False and "patternProperties" not in schema:
-        pattern = named["pattern"] if named is not None else names_except(schema["properties"])
+        names = () if knows_declared and further in (True, {}) else schema.get("properties", ())
+        pattern = named["pattern"] if named is not None else names_except(names)
         schema["patternProperties"] = {pattern: further}
 
 
-def names_except(names: Iterable[str]) -> str:
+def names_except(names: Collection[str]) -> str:
     """A pattern of names that need no escapes, are none of these and begin with none of the long ones."""
+    if not names:
+        return f"^[^{_ESCAPED}]*$"
     tree: dict[str, Any] = {}  # by character; "" where a name ends
     for name in names:
         if _HAS_ESCAPED.search(name):

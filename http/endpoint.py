@@ -19,6 +19,7 @@ from .frames import Shape, WholeShape
 from .front import Front
 from .sse import SseResponse
 from .submission import Job, Urgency
+from .tools import told_of_its_tool
 from .whole import whole_answer
 
 Handler = Callable[[Front, "Call"], Awaitable[Response]]
@@ -73,6 +74,7 @@ class Endpoint:
                 failure = replace(failure, param=call.names[failure.param])
             elif name in call.names:
                 failure = replace(failure, param=call.names[name] + bracket + place)
+            failure = told_of_its_tool(failure)
             self._front.metrics.refused[failure.status] += 1
             response = failure.response(call.request_id)
         else:

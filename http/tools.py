@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
 
 from ..engine.errors import RequestError
 from ..engine.grammar_session import GrammarSpec
+from .failures import Failure
 from .message_parser import MARKERS, CallForm
 
 Mode = Literal["none", "auto", "required", "named"]
@@ -17,6 +19,7 @@ MAX_TOOLS = 128
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY: Mapping[str, Any] = {"type": "object"}
 _OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_PLACE = re.compile(r"\$\.\$defs\.tool(\d+)(?=[. ])")
 _MARKERS = (
     ("[TOOL_CALLS]", CallForm.MISTRAL),
     ("<tool_call>", CallForm.HERMES),
@@ -164,6 +167,14 @@ def _choice(choice: object, functions: Mapping[str, object]) -> tuple[Mode, str 
     if name not in functions:
         raise RequestError(f"tool_choice names {name!r}, which is no tool of this request", param="tool_choice")
     return "named", name
+
+
+def told_of_its_tool(failure: Failure) -> Failure:
+    """A keyword that cannot be enforced in the parameters of one of several tools, by that tool and its path there."""
+    found = _PLACE.search(failure.message) if failure.param == "tools" else None
+    if found is None:
+        return failure
+    return replace(failure, param=f"tools[{found[1]}]", message=failure.message.replace(found[0], "$"))
 
 
 def _places(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,11 @@ from ..errors import RequestError
 from ..grammar_session import GrammarSpec
 from .grammar_sources import choices, json_schema, plain_error
 
-MAX_WHITESPACE = 16
+# Between two tokens of JSON: a model that likes white space must not fill its answer with it, but may indent.
+_WHITESPACE = r"\x20?|\x0A[\x20\x09]{0,32}"
+# Where a grammar takes any of these, the tokens that are so are not looked at one by one: beside the library's own, which
+# serve strings of JSON, the words of regular expressions.
+_SLICES = ("[a-z]{1,10}", "[a-zA-Z]{1,10}", *llguidance.LLTokenizer.general_slices())
 
 
 class _Vocabulary:
@@ -50,7 +54,7 @@ class LlguidanceBackend:
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
         wrapped = llguidance.TokenizerWrapper(_Vocabulary(token_bytes, end_ids))
-        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=len(token_bytes))
+        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=len(token_bytes), slices=list(_SLICES))
         self._end_ids = tuple(end_ids)
         self._num_words = -(-len(token_bytes) // 32)
 
@@ -61,6 +65,7 @@ class LlguidanceBackend:
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
+            matcher.compute_bitmask()  # sessions begin with it
         except RequestError:
             raise
         except Exception as error:  # of the library about what it was given
@@ -71,9 +76,9 @@ class LlguidanceBackend:
 
     def _source(self, spec: GrammarSpec) -> str:
         matcher = llguidance.LLMatcher
-        options: Any = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
+        options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
         if spec.kind in ("json_schema", "json_object"):
-            return str(matcher.grammar_from_json_schema(json_schema(spec), options))
+            return str(matcher.grammar_from_json_schema(json_schema(spec, knows_declared=True), options))
         if spec.kind == "regex":
             return str(matcher.grammar_from_regex(spec.source))
         if spec.kind == "choice":

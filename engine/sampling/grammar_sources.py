@@ -11,9 +11,11 @@ from ..grammar_session import GrammarSpec
 from ..schema_forms import enforceable
 
 
-def json_schema(spec: GrammarSpec) -> Any:
+def json_schema(spec: GrammarSpec, *, knows_declared: bool = False) -> Any:
     """What a `json_schema` or a `json_object` asks for, as the libraries enforce it. Raises: RequestError."""
-    return enforceable(json.loads(spec.source)) if spec.source else {"type": "object"}
+    if not spec.source:
+        return {"type": "object"}
+    return enforceable(json.loads(spec.source), knows_declared=knows_declared)
 
 
 def choices(source: str) -> list[str]:

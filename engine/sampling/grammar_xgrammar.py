@@ -17,7 +17,9 @@ from ..schema_forms import schemas_within
 from .grammar_llguidance import LlguidanceBackend
 from .grammar_sources import choice_as_ebnf, json_schema, plain_error
 
-MAX_WHITESPACE = 16  # between two tokens of JSON: a model that likes white space must not fill its answer with it
+# Between two tokens of JSON. It can be blanks only (see below), of which a model that would break the line here needs no
+# more, and a second one that may come costs half of a mask's time again.
+MAX_WHITESPACE = 1
 MAX_MULTIPLE = 1024
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 _PATTERNS = frozenset({"pattern", "patternProperties", "propertyNames"})

@@ -68,6 +68,22 @@ def test_no_object_stays_open_beside_what_it_says_of_names(schema, form):
     assert enforceable(schema) == form
 
 
+@pytest.mark.parametrize(
+    ("further", "pattern"),
+    [(True, names_except(())), ({}, names_except(())), (WHOLE, names_except(["a"]))],
+)
+def test_names_that_a_library_tells_apart_itself_are_in_the_pattern_only_where_it_would_mix_their_schemas(
+    further, pattern
+):
+    schema = {"properties": {"a": TEXT}, "additionalProperties": further}
+    assert enforceable(schema, knows_declared=True)["patternProperties"] == {pattern: further}
+
+
+def test_names_of_which_none_is_left_out_are_a_plain_repetition():
+    """Which is the only form that llguidance knows to take whole words at the start of."""
+    assert names_except(()) == r'^[^"\\\x00-\x1f]*$'
+
+
 def test_objects_are_found_wherever_a_schema_may_stand():
     def inner():
         return {"type": "object", "properties": {"a": TEXT}, "additionalProperties": WHOLE}

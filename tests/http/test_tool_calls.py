@@ -240,7 +240,7 @@ async def test_concurrent_required_calls_work_under_overlap(serving: Any) -> Non
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0]",
         ),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         ({"tools": STRICT, "response_format": {"type": "json_object"}}, "tools[0].function.strict"),
@@ -252,6 +252,21 @@ async def test_tools_that_cannot_be_used_are_refused_by_name(serving: Any, field
         answer = await served.post("/v1/chat/completions", body(**fields))
         assert answer.status == 400, answer.body
         assert answer.json["error"]["param"] == param
+
+
+async def test_a_keyword_that_cannot_be_enforced_is_told_by_its_tool_and_its_path_there(serving: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"not": {}}}}
+    flat = {"type": "function", "name": "f", "parameters": parameters}
+    nested = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    async with serving() as served:
+        chat = await served.post("/v1/chat/completions", body(tools=[*TOOLS, nested], tool_choice="required"))
+        asked = {"input": "PROMPT", "tools": [flat], "tool_choice": "required"}
+        response = await served.post("/v1/responses", asked)
+    for answer, param in ((chat, "tools[2]"), (response, "tools[0]")):
+        assert answer.status == 400
+        error = answer.json["error"]
+        assert (error["param"], error["code"]) == (param, "unsupported_schema")
+        assert error["message"] == "the schema cannot be enforced: $.$defs.b.not is not supported"
 
 
 async def test_a_round_trip_with_empty_content_is_rendered(serving: Any, scripted: Any) -> None:

@@ -253,6 +253,53 @@ def test_no_further_property_is_a_declared_one_in_another_spelling(backend, more
         assert not takes(backend, OPEN | more, text), text
 
 
+ITEM = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["x", "y"]}, "day": {"type": "string", "format": "date"}, "of": {"const": 3},
+        "code": {"type": "string", "pattern": "^a+$"}, "count": {"type": ["integer", "null"], "minimum": 3},
+        "either": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+        "parts": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 2},
+    },
+    "additionalProperties": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("anything", [True, {}])
+def test_what_is_declared_in_an_open_object_is_enforced_whatever_else_may_come(backend, anything):
+    item = ITEM | {"additionalProperties": anything}
+    schema = {"$defs": {"item": item}, "type": "object", "properties": {"item": {"$ref": "#/$defs/item"}},
+              "required": ["item"], "additionalProperties": anything}  # fmt: skip
+    whole = {"kind": "x", "day": "2020-01-01", "of": 3, "code": "aa", "count": 4, "either": 1}
+    parts = {"parts": [{"kind": "y", "more": {"kind": 1}}, {"count": None, "of it": [1, {"of": 4}]}]}
+    for good in (whole, parts, {}, {"kinds": 1}, {"kin": 1}, {"more": None, "of 3": [4]}):
+        assert takes(backend, schema, json.dumps({"item": good, "items": [good]})), good
+    bad = [{"kind": "z"}, {"day": 1}, {"of": 4}, {"code": "b"}, {"count": 2}, {"either": None}]
+    for each in (
+        *bad,
+        {"parts": [{"of": 4}]},
+        {"parts": [{}, {}, {}]},
+        {"more": 1, "kind": "z"},
+        {"of": 3, "of ": 3, "kin": 0, "kind": 0},
+    ):
+        assert not takes(backend, schema, json.dumps({"item": each})), each
+    assert not takes(backend, schema, '{"items": 1}')
+    assert not takes(backend, schema, '{"item": {"\\u006ff": 4}}')
+
+
+def test_white_space_between_tokens_of_json_does_not_go_on(backend):
+    for text in ('{"a": [1, 2]}', '{ "a" : [ 1 , 2 ] }', '{"a":[1,2]}'):
+        assert takes(backend, {"type": "object"}, text)
+    for space in ("  ", "\n\n", " \n", "\r", "\t"):
+        assert not takes(backend, {"type": "object"}, f'{{{space}"a": 1}}'), space
+
+
+def test_llguidance_lets_json_be_indented(backend):
+    if type(backend).__name__ == "XgrammarBackend":
+        pytest.skip("its strings of JSON would have line ends in them")
+    assert takes(backend, {"type": "object"}, json.dumps({"a": [1, {"b": 2}]}, indent=4))
+
+
 def test_what_a_pattern_names_cannot_be_spelled_around(backend):
     for more in ({"patternProperties": {"^[a-z]+$": {"type": "integer"}}},
                  {"propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": {"type": "integer"}}):  # fmt: skip

@@ -38,9 +38,8 @@ class CudaParts:
     device: torch.device
     stage: Stage
     memory_table: str  # what the start took of the device, for people
-    logits_counts: tuple[
-        int, ...
-    ]  # rows of logits that are computed at once, ascending; the last is the most there are
+    # Rows of logits that are computed at once, ascending; the last is the most there are.
+    logits_counts: tuple[int, ...]
     dead_shipped: bool = False  # the device's dead flags are not all clear
     kind: SampleKind = SampleKind.GREEDY
     kind_of_rows: tuple[int, ...] | None = None

@@ -221,14 +221,16 @@ class PrefillGraphRunner:
         live = self._live
         if live is None:
             return
-        if kind == "fresh" and self._attention.fresh is not None:
-            self._attention.fresh.plan(live.batch.num_tokens)
-            return
         decode, extend = self._attention.decode, self._attention.extend_inside(size)
         bucket, has_decode = self._bucket(kind, size), kind == "mixed"
         extend.prepare_replay(bucket, live.batch, decode=has_decode and decode is extend, extend=True)
         if has_decode and decode is not extend:
             decode.prepare_replay(bucket, live.batch, decode=True, extend=False)
+
+    def _plan_fresh(self, fresh: FreshPrompt) -> None:
+        """The same gap of a graph for a fresh prompt."""
+        if self._live is not None:
+            fresh.plan(self._live.batch.num_tokens)
 
     def _attend_live(self, layer: int) -> None:
         """The gap of one layer: attention of the step that is replayed; nothing while graphs are captured."""
@@ -244,11 +246,11 @@ class PrefillGraphRunner:
     def _capture(self, kind: Kind, size: int, pool: GraphPool) -> Graph[None]:
         attended = self._buffers.attended[:size]
         attention: _AttentionInGap | _AttentionInside
-        plan = self._breaks.eager_on_graph(partial(self._plan_live, kind, size))
         fresh = self._attention.fresh if kind == "fresh" else None
         if fresh is not None:
             fresh.plan_padding(size)
             kv = fresh.kv.first(size)
+            plan = self._breaks.eager_on_graph(partial(self._plan_fresh, fresh))
             attention = _AttentionInside(plan=plan, decode=None, extend=fresh, attended=attended, fresh=kv)
         elif kind == "breakable":
             attention = _AttentionInGap(attend=self._breaks.eager_on_graph(self._attend_live), attended=attended)
@@ -260,6 +262,7 @@ class PrefillGraphRunner:
             if kind == "mixed":
                 is_same = self._attention.decode is backend
                 decode = extend if is_same else self._attention.decode.prepare_capture(bucket)
+            plan = self._breaks.eager_on_graph(partial(self._plan_live, kind, size))
             attention = _AttentionInside(plan=plan, decode=decode, extend=extend, attended=attended)
         forward = self._forward_of(size, attention)
         return BreakableGraph(self._breaks.eager_on_graph(forward) if self._debug else forward, pool, self._breaks)

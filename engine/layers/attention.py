@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged pool. Shapes: [T, hidden] → [T, hidden]."""
+    """Grouped-query attention over the paged pool, in two halves: what needs all tokens, and what computes each by itself."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -61,9 +61,6 @@ class Attention(nn.Module):
             if norm is not None:
                 targets[f"{name}.weight"] = WeightTarget(param=norm.weight)
         return targets
-
-    def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        return self.project(self.attend(x, rotation, ctx))
 
     def attend(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """The first half, which writes the pool. Shapes: [T, hidden] → [T, Hq, D]."""

@@ -36,3 +36,26 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_scalar_index)
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny_qwen3():
+    """Makes models in float32, all alike: 2 layers of width 32, 2 heads of 16 with one for keys and values, 64 ids."""
+    from slipstream.engine.loader.dummy_loader import fill_dummy_weights
+    from slipstream.engine.loader.model_config import ModelConfig
+    from slipstream.engine.models.registry import build_model
+
+    raw = {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
+    }  # fmt: skip
+
+    def make():
+        cpu = torch.device("cpu")
+        model = build_model(ModelConfig.from_dict(raw), max_position=64, dtype=torch.float32, device=cpu)
+        fill_dummy_weights(model)
+        model.finish()
+        return model
+
+    return make

@@ -13,9 +13,6 @@ from slipstream.engine.forward.forward_batch import ForwardBatch
 from slipstream.engine.forward.kv_pool import KVPool, KVShape
 from slipstream.engine.forward.row_state import RowState
 from slipstream.engine.forward.staged_step import StagedStep, pack
-from slipstream.engine.loader.dummy_loader import fill_dummy_weights
-from slipstream.engine.loader.model_config import ModelConfig
-from slipstream.engine.models.registry import build_model
 from slipstream.engine.scheduler.schedule_batch import ScheduleBatch, ShownRow
 from slipstream.streams.graph import GraphPool
 
@@ -23,22 +20,10 @@ CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_PER_ROW, NUM_ROWS, VOCAB, WIDTH = 16, 2, 3, 64, 32
 
 
-def model_of():
-    raw = {
-        "architectures": ["Qwen3ForCausalLM"], "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
-    }  # fmt: skip
-    model = build_model(ModelConfig.from_dict(raw), max_position=64, dtype=torch.float32, device=CPU)
-    fill_dummy_weights(model)
-    model.finish()
-    return model
-
-
 class Bench:
     """A tiny model with rows 1…3, whose pages are fixed, by decode graphs at a setting, and by the eager runner."""
 
-    def __init__(self, monkeypatch, hidden_states):
+    def __init__(self, monkeypatch, model, hidden_states):
         from slipstream.engine.attention import triton_backend
         from slipstream.engine.forward.decode_graph_runner import DecodeGraphRunner
         from slipstream.engine.forward.plain_decoder import PlainDecoder
@@ -49,7 +34,7 @@ class Bench:
             triton_backend, "make_decode_workspace", lambda **options: make(**options, num_multiprocessors=1)
         )
         monkeypatch.setattr(triton_backend.TritonBackend, "_compile_blocking", lambda self: None)
-        self.model = model_of()
+        self.model = model
         shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         self.pool = KVPool(shape, num_pages=NUM_ROWS * PAGES_PER_ROW, page_size=PAGE_SIZE, device=CPU)
         self.rows = RowState(num_rows=NUM_ROWS, max_pages=PAGES_PER_ROW, device=CPU)
@@ -94,8 +79,8 @@ def decode(rows, priors, shown=()):
 
 
 @pytest.mark.parametrize("setting", ["none", "last", "full"])
-def test_graphs_give_hidden_states_where_they_are_captured_for_them(monkeypatch, setting):
-    bench = Bench(monkeypatch, setting)
+def test_graphs_give_hidden_states_where_they_are_captured_for_them(monkeypatch, tiny_qwen3, setting):
+    bench = Bench(monkeypatch, tiny_qwen3(), setting)
     torch.manual_seed(1)
     for layer in (*bench.pool.keys, *bench.pool.values):
         layer.normal_()
@@ -115,15 +100,15 @@ def test_graphs_give_hidden_states_where_they_are_captured_for_them(monkeypatch,
             torch.testing.assert_close(hidden[:count], every, rtol=1e-4, atol=1e-5)
 
 
-def test_graphs_without_hidden_states_refuse_a_step_that_brings_some_and_count_it(monkeypatch):
-    bench = Bench(monkeypatch, "none")
+def test_graphs_without_hidden_states_refuse_a_step_that_brings_some_and_count_it(monkeypatch, tiny_qwen3):
+    bench = Bench(monkeypatch, tiny_qwen3(), "none")
     assert bench.graphs.can_run(decode((1, 2), (3, 4)))
     assert not bench.graphs.can_run(decode((1, 2), (3, 4), (ShownRow(1, 0),)))
     assert (bench.graphs.num_hits, bench.graphs.num_misses) == (1, 1)
 
 
-def test_released_graphs_leave_nothing_to_the_cycle_collector(monkeypatch):
-    bench = Bench(monkeypatch, "none")
+def test_released_graphs_leave_nothing_to_the_cycle_collector(monkeypatch, tiny_qwen3):
+    bench = Bench(monkeypatch, tiny_qwen3(), "none")
     gone = weakref.ref(bench.graphs), weakref.ref(bench.pool)
     gc.collect()
     gc.disable()

@@ -14,9 +14,6 @@ from slipstream.engine.forward.prefill_graph_runner import PrefillAttention, Pre
 from slipstream.engine.forward.row_state import RowState
 from slipstream.engine.forward.staged_step import StagedStep, pack
 from slipstream.engine.forward.token_inputs import TokenInputs
-from slipstream.engine.loader.dummy_loader import fill_dummy_weights
-from slipstream.engine.loader.model_config import ModelConfig
-from slipstream.engine.models.registry import build_model
 from slipstream.engine.scheduler.schedule_batch import ScheduleBatch
 from slipstream.streams.graph import GraphPool
 
@@ -53,7 +50,7 @@ class FreshByTorch:
 class Bench:
     """A tiny model with rows 1…3, whose pages are fixed, and one runner over it."""
 
-    def __init__(self, monkeypatch, kind, *, debug=False, fresh=None):
+    def __init__(self, monkeypatch, model, kind, *, debug=False, fresh=None):
         from slipstream.engine.attention import triton_backend
 
         make = triton_backend.make_decode_workspace
@@ -61,14 +58,6 @@ class Bench:
             triton_backend, "make_decode_workspace", lambda **options: make(**{"num_multiprocessors": 1, **options})
         )
         monkeypatch.setattr(triton_backend.TritonBackend, "_compile_blocking", lambda self: None)
-        raw = {
-            "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB,
-            "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
-        }  # fmt: skip
-        model = build_model(ModelConfig.from_dict(raw), max_position=64, dtype=torch.float32, device=CPU)
-        fill_dummy_weights(model)
-        model.finish()
         shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         self.pool = KVPool(shape, num_pages=NUM_ROWS * PAGES_PER_ROW, page_size=PAGE_SIZE, device=CPU)
         self.rows = RowState(num_rows=NUM_ROWS, max_pages=PAGES_PER_ROW, device=CPU)
@@ -109,8 +98,8 @@ class Bench:
 
 
 @pytest.mark.parametrize("debug", [False, True], ids=["planned in the gap", "one break"])
-def test_every_step_is_planned_anew_and_gives_the_eager_logits_and_kv(monkeypatch, debug):
-    eager, graphs = Bench(monkeypatch, "eager"), Bench(monkeypatch, "graphs", debug=debug)
+def test_every_step_is_planned_anew_and_gives_the_eager_logits_and_kv(monkeypatch, tiny_qwen3, debug):
+    eager, graphs = Bench(monkeypatch, tiny_qwen3(), "eager"), Bench(monkeypatch, tiny_qwen3(), "graphs", debug=debug)
     steps = [
         ((0, 0), (9, 4)),
         ((9,), (7,)),
@@ -127,12 +116,15 @@ def test_every_step_is_planned_anew_and_gives_the_eager_logits_and_kv(monkeypatc
 
 
 @pytest.mark.parametrize("debug", [False, True], ids=["planned in the gap", "one break"])
-def test_one_long_prompt_without_a_prefix_attends_to_what_the_step_has_made(monkeypatch, debug):
+def test_one_long_prompt_without_a_prefix_attends_to_what_the_step_has_made(monkeypatch, tiny_qwen3, debug):
     from slipstream.engine.forward import prefill_graph_runner
 
     monkeypatch.setattr(prefill_graph_runner, "SHORT_TOKENS", 8)
     fresh = FreshByTorch()
-    eager, graphs = Bench(monkeypatch, "eager"), Bench(monkeypatch, "graphs", debug=debug, fresh=fresh)
+    eager, graphs = (
+        Bench(monkeypatch, tiny_qwen3(), "eager"),
+        Bench(monkeypatch, tiny_qwen3(), "graphs", debug=debug, fresh=fresh),
+    )
     for part in fresh.kv:
         part.fill_(float("nan"))  # of an earlier step, whose numbers went wrong
     steps = [

@@ -38,7 +38,7 @@ class Script:
 
     step_time_s: float | None = None
     cost_s: Callable[[ScheduleBatch], float] | None = None
-    token_of: TokenOf | None = None  # (seed, history) → id; by default a hash of both
+    token_of: TokenOf | None = None  # (seed, history) → id; by default a hash of both that never says 0, a usual end of text
     launch_cost_s: float = 0.0  # the loop thread is busy that long in each launch
     late_turns: Callable[[int], int] = lambda step: 0  # turns of the loop by which a step's results come late
     launch_faults: frozenset[int] = frozenset()  # these launches raise
@@ -236,7 +236,7 @@ class ScriptedWorker:
 
     def _draw(self, row: int, length: int, chain: int) -> int:
         if self.script.token_of is None:
-            return _link(chain, self._seeds[row]) % self.limits.vocab_size
+            return 1 + _link(chain, self._seeds[row]) % (self.limits.vocab_size - 1)
         cells = [self._cells[self._slot(row, position)] for position in range(length)]
         return self.script.token_of(self._seeds[row], [cell.token_id for cell in cells if cell is not None])
 

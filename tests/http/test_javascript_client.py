@@ -49,7 +49,7 @@ try {
 } catch (error) {
   told.error = [error.constructor.name, error.status, error.param, error.code, typeof error.requestID];
 }
-const stream = await client.completions.create({ model: "tiny", prompt: "the", max_tokens: 400, stream: true });
+const stream = await client.completions.create({ model: "tiny", prompt: "the", max_tokens: 10000, stream: true });
 for await (const chunk of stream) break; // leaving the loop closes the connection
 console.log(JSON.stringify(told));
 """
@@ -75,7 +75,8 @@ def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(90)
 async def test_the_javascript_client_reads_what_the_python_client_reads(javascript: Path, serving: Any) -> None:
-    async with serving(Script(step_time_s=0.001)) as served:
+    script = Script(step_time_s=0.001, verifies=False)
+    async with serving(script, num_pages=4096, max_model_len=16384) as served:
         client = await asyncio.create_subprocess_exec(
             str(NODE), "client.js", f"{served.url}/v1", cwd=javascript, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import RequestError
 from ..grammar_triggers import TriggeredBackend
+from .grammar_automaton import AutomatonBackend
 
 if TYPE_CHECKING:
     from ..config import GrammarBackendName
@@ -26,7 +27,8 @@ def make_grammar_backend(name: GrammarBackendName, tokenizer: TextTokenizer, voc
         raise RequestError("structured output needs a model with an end token", param="structured_output")
     spelled = [tokenizer.token_bytes(index) for index in range(vocab_size)]
     token_bytes = [b"" if index in tokenizer.special_ids else text for index, text in enumerate(spelled)]
-    return TriggeredBackend(_library(name, token_bytes, end_ids), spelled, end_ids)
+    library = AutomatonBackend(token_bytes, end_ids, _library(name, token_bytes, end_ids))
+    return TriggeredBackend(library, spelled, end_ids)
 
 
 def _library(name: GrammarBackendName, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> GrammarBackend:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..engine.grammar_session import CompiledGrammar, GrammarSpec
 from ..engine.loader.model_source import resolve_model
 from ..engine.logit_rules import LogitRules
+from ..engine.sampling.grammar_automaton import JSON_OBJECT
 from ..engine.sampling.grammar_backend import make_grammar_backend
 from ..engine.sampling_params import SamplingParams
 from ..engine.schema_check import check_schema
@@ -51,12 +52,32 @@ CASES: Mapping[str, tuple[str, str, str]] = {  # kind, source, text
         _object(False, a={"type": "string", "maxLength": 50}, b={"type": "string", "minLength": 3, "maxLength": 20}),
         '{"a": "the quick brown fox jumps", "b": "over the dog"}',
     ),
+    "formats": (
+        "json_schema",
+        _object(False, at={"type": "string", "format": "date-time"}, of={"type": "string", "format": "email"}),
+        '{"at": "2024-01-02T03:04:05Z", "of": "ada@example.org"}',
+    ),
+    "patterns": (
+        "json_schema",
+        _object(
+            False,
+            id={"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+            of={"type": "string", "pattern": "^[a-z ]+$"},
+        ),
+        '{"id": "ABC-1234", "of": "over the dog"}',
+    ),
     "json_object": ("json_object", "", _TEXT + _MORE),
     "choice": ("choice", json.dumps(["positive", "negative", "neutral", "very positive"]), "very positive"),
     "regex: date": ("regex", r"\d{4}-\d{2}-\d{2}", "2024-01-02"),
     "regex: address": ("regex", r"[a-z0-9._]+@[a-z0-9.]+\.(com|org)", "ada.lovelace@mail.example.org"),
     "regex: words": ("regex", r"[A-Z][a-z]+( [a-z]+)*\.", "The quick brown fox jumps over the lazy dog."),
     "regex: 20 words": ("regex", r"[A-Z][a-z]+( [a-z]+){0,20}\.", "The quick brown fox jumps over the lazy dog."),
+    "grammar: sums": (
+        "ebnf",
+        'root ::= term (" "? [-+*/] " "? term)*\nterm ::= [0-9]+ | "(" root ")" | [a-z]+\n',
+        "(12 + foo) * 3 - (7 / bar)",
+    ),
+    "grammar: JSON": ("ebnf", JSON_OBJECT, _TEXT + _MORE),
 }
 
 

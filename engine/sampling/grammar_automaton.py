@@ -1,7 +1,7 @@
 """Structured output by automata with a mask a state: a step looks its masks up.
 
-Regular expressions, and grammars in which no rule begins with itself. What has too large an automaton, or what is written
-otherwise than the standard library's own expressions, a grammar library serves.
+Regular expressions, grammars in which no rule begins with itself, and any object of JSON. What has too large an automaton,
+what is written otherwise than the standard library's own expressions, and schemas, a grammar library serves.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from .text_rules import Network, Unsupported
 MAX_BYTES: Final = 64 << 20  # of one grammar's different masks
 MAX_LOOPS: Final = 64
 EAGER_STATES: Final = 512  # where rules are parts of themselves: so many, from the start on, are made at once
+# RFC 8259, but for white space: a model that likes it must not fill its answer with it, but may indent.
+JSON_OBJECT: Final = r"""
+root ::= "{" ws (member ("," ws member)*)? "}"
+member ::= string ws ":" ws value ws
+value ::= root | "[" ws (value ws ("," ws value ws)*)? "]" | string | number | "true" | "false" | "null"
+string ::= "\"" ([^"\\\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\""
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
+ws ::= " "? | "\n" [ \t]{0,20}
+"""
 _AT_ONCE: Final = 100_000  # tokens that may be looked at: for so long the interpreter's lock may be held
 _STATE_COST: Final = 1000  # of a state whatever comes behind it, in such tokens
 _OVER: Final = -1  # behind an end token
@@ -39,10 +48,10 @@ class AutomatonBackend:
 
     def compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises: RequestError."""
-        read = {"regex": regex_rules, "ebnf": gbnf_rules}.get(spec.kind)
-        if read is not None:
+        if spec.kind in ("regex", "ebnf", "json_object"):
             try:
-                network = Network(read(spec.source), "root")
+                rules = regex_rules(spec.source) if spec.kind == "regex" else gbnf_rules(spec.source or JSON_OBJECT)
+                network = Network(rules, "root")
                 self._trie = self._trie or _TokenTrie(self._token_bytes, self._end_ids)
                 return AutomatonGrammar(network, self._trie)
             except (Unsupported, RecursionError):

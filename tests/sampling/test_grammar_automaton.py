@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import re
 from collections.abc import Iterable
@@ -183,8 +184,38 @@ def test_what_would_be_too_large_is_left_to_it_soon(pattern):
 
 
 def test_other_kinds_are_the_library_s():
-    with pytest.raises(RequestError, match="the library was asked for the json_object"):
-        grammar("json_object", "")
+    with pytest.raises(RequestError, match="the library was asked for the json_schema"):
+        grammar("json_schema", '{"type": "object"}')
+
+
+def test_any_object_of_json_and_nothing_else():
+    compiled = grammar("json_object", "")
+    chance = random.Random(0)
+    texts = [walked(compiled, chance, 200) for _ in range(40)]
+    assert all(isinstance(json.loads(text), dict) for text in texts if text is not None)
+    assert sum(text is not None for text in texts) > 10
+    documents = [{"a": [1, -2.5e-3, {"b": {}, "c": []}], 'ü\n"\\': None, "": [[True, False], "日本"]}, {}]
+    for document in documents:
+        for spelling in ({}, {"ensure_ascii": False}, {"indent": 2}, {"separators": (",", ":")}):
+            assert takes(compiled.session(), json.dumps(document, **spelling).encode())
+    for text in (
+        "[]",
+        "1",
+        '{"a"}',
+        '{"a": 01}',
+        '{"a": 1,}',
+        '{"a": "\n"}',
+        '{"a": "\\x"}',
+        '{"a":  1}',
+        " {}",
+        '{"a": .5}',
+        "{}\n",
+    ):
+        assert not takes(compiled.session(), text.encode()), text
+    session = compiled.session()
+    for byte in b'{"a": [{"b':
+        assert_masks_are_exact(session)
+        assert session.accept(byte)
 
 
 JSON = r"""

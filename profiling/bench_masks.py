@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ..engine.grammar_session import CompiledGrammar, GrammarSpec
 from ..engine.loader.model_source import resolve_model
 from ..engine.logit_rules import LogitRules
-from ..engine.sampling.grammar_automaton import JSON_OBJECT
 from ..engine.sampling.grammar_backend import make_grammar_backend
+from ..engine.sampling.schema_rules import JSON
 from ..engine.sampling_params import SamplingParams
 from ..engine.schema_check import check_schema
 from ..engine.text.tokenization import TextTokenizer
@@ -77,7 +77,7 @@ CASES: Mapping[str, tuple[str, str, str]] = {  # kind, source, text
         'root ::= term (" "? [-+*/] " "? term)*\nterm ::= [0-9]+ | "(" root ")" | [a-z]+\n',
         "(12 + foo) * 3 - (7 / bar)",
     ),
-    "grammar: JSON": ("ebnf", JSON_OBJECT, _TEXT + _MORE),
+    "grammar: JSON": ("ebnf", f"root ::= object\n{JSON}", _TEXT + _MORE),
 }
 
 

@@ -35,13 +35,15 @@ class Automaton:
     def __init__(self, network: Network) -> None:
         self._network = network
         self.classes = network.classes  # [256] uint8, of each byte
-        self._translation = network.classes.tobytes()
+        self.class_of = network.classes.tobytes()  # the same
+        self._rows: dict[int, tuple[int, ...]] = {}
         self.table = np.full((64, network.num_classes), UNKNOWN, dtype=np.int32)
         self.table[DEAD] = DEAD
         self.accepts = [False]
         self._sets: list[frozenset[Place]] = [frozenset()]
         self._numbers: dict[frozenset[Place], int] = {frozenset(): DEAD}
         self._known: dict[frozenset[Place], int] = {}  # the same, by the places from which free steps lead there
+        self._nearby: dict[int, tuple[list[tuple[int, tuple[int, ...]]], bool]] = {}
         self._num_places = 0
         self._stacks: list[Place] = [(END, _BOTTOM)]
         self._stack_numbers: dict[Place, int] = {}
@@ -53,7 +55,7 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        return self.table.nbytes + sum(map(len, self._sets)) * _PLACE_BYTES
+        return 3 * self.table.nbytes + sum(map(len, self._sets)) * _PLACE_BYTES
 
     @property
     def is_full(self) -> bool:
@@ -64,33 +66,39 @@ class Automaton:
         self._sets.clear()
         self._numbers.clear()
         self._known.clear()
+        self._nearby.clear()
 
-    def explore(self, state: int) -> None:
-        """Fill the state's row. May meet new states."""
-        targets: dict[int, set[Place]] = {}
-        for at, stack in self._sets[state]:
-            for each, target in self._network.moves[at]:
-                targets.setdefault(each, set()).add((target, stack))
-        row = np.full(self.table.shape[1], DEAD, dtype=np.int32)
-        for each, places in targets.items():
-            row[each] = self._number(places)
-        self.table[state] = row
+    def row(self, state: int) -> tuple[int, ...]:
+        """The states behind it, by the class of the next byte. May meet new states."""
+        row = self._rows.get(state)
+        if row is None:
+            targets: dict[int, set[Place]] = {}
+            for at, stack in self._sets[state]:
+                for each, target in self._network.moves[at]:
+                    targets.setdefault(each, set()).add((target, stack))
+            found = [DEAD] * self.table.shape[1]
+            for each, places in targets.items():
+                found[each] = self._number(places)
+            row = self._rows[state] = tuple(found)
+            self.table[state] = row
+        return row
+
+    def stays(self, state: int) -> bool:
+        """Whether it does, after some byte."""
+        return state in self.row(state)
 
     def after(self, state: int, text: bytes) -> int:
         """The state behind these bytes."""
-        for each in text.translate(self._translation):
-            if self.table.item(state, each) == UNKNOWN:
-                self.explore(state)
-            state = self.table.item(state, each)
+        for each in text.translate(self.class_of):
+            state = self.row(state)[each]
             if state == DEAD:
                 break
         return state
 
     def know(self, states: np.ndarray[Any, Any]) -> None:
         """Fill the rows of all of these."""
-        unknown = states[self.table[states, 0] == UNKNOWN]
-        for state in np.unique(unknown).tolist() if len(unknown) else ():
-            self.explore(state)
+        for state in set(states[self.table[states, 0] == UNKNOWN].tolist()):
+            self.row(state)
 
     def _number(self, places: Iterable[Place]) -> int:
         """Of all the places that can be reached from these without a byte."""
@@ -111,22 +119,50 @@ class Automaton:
         return number
 
     def _without_byte(self, places: frozenset[Place]) -> frozenset[Place]:
-        network = self._network
-        reached, todo = set(places), list(places)
+        """What can be reached from these places without a byte, and has a next byte or is the end."""
+        kept: set[Place] = set()
+        seen, todo = set(places), list(places)
         while todo:
             state, stack = todo.pop()
-            more = [(each, stack) for each in network.free[state]]
-            more += ((rule, self._pushed(back, stack)) for rule, back in network.calls[state])
-            if state == END and stack != _BOTTOM:
-                more.append(self._stacks[stack])
-            more = [place for place in more if place not in reached]
-            reached.update(more)
-            todo += more
-            if len(reached) > MAX_PLACES:
+            near, ends = self._near(state)
+            for each, calls in near:
+                top = stack
+                for back in calls:
+                    top = self._pushed(back, top)
+                kept.add((each, top))
+            if ends and stack == _BOTTOM:
+                kept.add((END, _BOTTOM))
+            elif ends and self._stacks[stack] not in seen:
+                seen.add(self._stacks[stack])
+                todo.append(self._stacks[stack])
+            if len(kept) + len(seen) > MAX_PLACES:
                 raise Unsupported("it can be read in too many ways")
-        self._num_places += len(reached)
-        steps, ends = network.steps, (END, _BOTTOM)
-        return frozenset(place for place in reached if steps[place[0]] or place == ends)
+        self._num_places += len(kept) + len(seen)
+        return frozenset(kept)
+
+    def _near(self, start: int) -> tuple[list[tuple[int, tuple[int, ...]]], bool]:
+        """The same for one state of the network, whatever is below it: with the calls on the way, and whether its rule
+        can end there.
+        """
+        known = self._nearby.get(start)
+        if known is None:
+            network = self._network
+            place: tuple[int, tuple[int, ...]] = (start, ())
+            seen, todo = {place}, [place]
+            while todo:
+                state, calls = todo.pop()
+                more = [(each, calls) for each in network.free[state]]
+                for rule, back in network.calls[state]:
+                    more.append((rule, calls if network.only_returns[back] else (*calls, back)))
+                if state == END and calls:
+                    more.append((calls[-1], calls[:-1]))
+                more = [each for each in more if each not in seen]
+                seen.update(more)
+                todo += more
+                if len(seen) > MAX_PLACES:
+                    raise Unsupported("it can be read in too many ways")
+            known = self._nearby[start] = ([each for each in seen if network.moves[each[0]]], (END, ()) in seen)
+        return known
 
     def _pushed(self, back: int, stack: int) -> int:
         if self._network.only_returns[back]:

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from .text_rules import Alternatives, Characters, Concatenation, Node, Ranges, Reference, Repetition, Unsupported
 
 LAST: Final = 0x10FFFF
 _FIRST_NAME: Final = 0x10F000  # for private use: where a grammar has such a character itself, it is not read here
 _BLOCK: Final = 0x1000
+_ANYTHING: Final = Repetition(Characters(((0, LAST),)), 0, None)
 _CATEGORIES: Final = {
     sre.CATEGORY_DIGIT: r"\d", sre.CATEGORY_NOT_DIGIT: r"\D", sre.CATEGORY_SPACE: r"\s",
     sre.CATEGORY_NOT_SPACE: r"\S", sre.CATEGORY_WORD: r"\w", sre.CATEGORY_NOT_WORD: r"\W",
@@ -32,83 +34,96 @@ _GBNF: Final = re.compile(
     re.VERBOSE,
 )
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
-_NAMED: Final = {
-    "n": "\n",
-    "r": "\r",
-    "t": "\t",
-    "\\": "\\",
-    '"': '"',
-    "'": "'",
-    "]": "]",
-    "[": "[",
-    "-": "-",
-    "^": "^",
-}
+_NAMED: Final = {"n": "\n", "r": "\r", "t": "\t", **{each: each for each in "\\\"'][-^"}}
 
 
 def regex_rules(source: str) -> dict[str, Node]:
     """One rule, `root`. Raises: Unsupported, also for what is no regular expression."""
-    return {"root": _read(source, {})}
+    return {"root": _Reader().read(source)}
 
 
-def _read(source: str, names: Mapping[int, str]) -> Node:
+def searched_node(pattern: str) -> Node:
+    """The texts in which a pattern of a JSON schema is found. Classes are ECMAScript's, so far as the standard library has
+    them too. Raises: Unsupported.
+    """
+    reader = _Reader(is_ecma=True)
+    parsed = _parsed(pattern)
+    branches = parsed[0][1][1] if len(parsed) == 1 and parsed[0][0] is sre.BRANCH else [parsed]
+    found: list[Node] = []
+    for branch in branches:
+        items = list(branch)
+        begins = items[:1] == [(sre.AT, sre.AT_BEGINNING)]
+        ends = items[begins:][-1:] == [(sre.AT, sre.AT_END)]
+        inner = reader.sequence(items[begins : len(items) - ends])
+        found.append(Concatenation((*([] if begins else [_ANYTHING]), inner, *([] if ends else [_ANYTHING]))))
+    return Alternatives(tuple(found))
+
+
+def _parsed(source: str) -> Any:
     try:
         parsed = _parser.parse(source)
-        if parsed.state.flags != re.UNICODE:
-            raise Unsupported("it has flags")
-        return _sequence(parsed, names)
     except (re.error, OverflowError, RecursionError) as error:
         raise Unsupported(str(error)) from None
+    if parsed.state.flags != re.UNICODE:
+        raise Unsupported("it has flags")
+    return parsed
 
 
-def _sequence(parsed: Iterable[tuple[Any, Any]], names: Mapping[int, str]) -> Node:
-    return Concatenation(tuple(_node(operation, argument, names) for operation, argument in parsed))
+class _Reader(NamedTuple):
+    """What parts of an expression mean. `names`: of the rules that a character stands for. `is_ecma`: as in a schema."""
+
+    names: Mapping[int, str] = MappingProxyType({})
+    is_ecma: bool = False
+
+    def read(self, source: str) -> Node:
+        return self.sequence(_parsed(source))
+
+    def sequence(self, parsed: Iterable[tuple[Any, Any]]) -> Node:
+        return Concatenation(tuple(self._node(operation, argument) for operation, argument in parsed))
+
+    def _node(self, operation: Any, argument: Any) -> Node:
+        if operation is sre.LITERAL and argument in self.names:
+            return Reference(self.names[argument])
+        if operation is sre.LITERAL:
+            return Characters(((argument, argument),))
+        if operation is sre.NOT_LITERAL:
+            return Characters(others([(argument, argument)]))
+        if operation is sre.ANY:
+            return Characters(others((each, each) for each in (10, 13, 0x2028, 0x2029)[: 4 if self.is_ecma else 1]))
+        if operation is sre.IN:
+            return Characters(self._members(argument))
+        if operation is sre.BRANCH:
+            return Alternatives(tuple(self.sequence(each) for each in argument[1]))
+        if operation is sre.SUBPATTERN:
+            _, added, removed, inner = argument
+            if not added and not removed:
+                return self.sequence(inner)
+        if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            least, most, inner = argument
+            return Repetition(self.sequence(inner), least, None if most is sre.MAXREPEAT else most)
+        # Those of an expression stand where they say what holds anyway: see pattern_check.py.
+        if operation is sre.AT and argument in (sre.AT_BEGINNING, sre.AT_END) and not self.is_ecma:
+            return Concatenation(())
+        raise Unsupported(f"it uses {operation}")
+
+    def _members(self, items: Sequence[tuple[Any, Any]]) -> Ranges:
+        ranges: list[tuple[int, int]] = []
+        is_negated = items[0][0] is sre.NEGATE
+        for operation, argument in items[is_negated:]:
+            if operation is sre.LITERAL:
+                ranges.append((argument, argument))
+            elif operation is sre.RANGE:
+                ranges.append(argument)
+            elif operation is sre.CATEGORY and argument in _CATEGORIES:
+                escape = _CATEGORIES[argument]
+                # \d, \w and \s have fewer characters there than here, and so have the others' complements.
+                ranges += _category(escape, is_ascii=self.is_ecma and is_negated == escape.isupper())
+            else:
+                raise Unsupported(f"it uses {operation}")
+        return others(ranges) if is_negated else tuple(ranges)
 
 
-def _node(operation: Any, argument: Any, names: Mapping[int, str]) -> Node:
-    if operation is sre.LITERAL and argument in names:
-        return Reference(names[argument])
-    if operation is sre.LITERAL:
-        return Characters(((argument, argument),))
-    if operation is sre.NOT_LITERAL:
-        return Characters(_others([(argument, argument)]))
-    if operation is sre.ANY:
-        return Characters(_others([(10, 10)]))
-    if operation is sre.IN:
-        return Characters(_members(argument))
-    if operation is sre.BRANCH:
-        return Alternatives(tuple(_sequence(each, names) for each in argument[1]))
-    if operation is sre.SUBPATTERN:
-        _, added, removed, inner = argument
-        if not added and not removed:
-            return _sequence(inner, names)
-    if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-        least, most, inner = argument
-        return Repetition(_sequence(inner, names), least, None if most is sre.MAXREPEAT else most)
-    # Anchors stand where they say what holds anyway: see pattern_check.py.
-    if operation is sre.AT and argument in (sre.AT_BEGINNING, sre.AT_END):
-        return Concatenation(())
-    raise Unsupported(f"it uses {operation}")
-
-
-def _members(items: Sequence[tuple[Any, Any]]) -> Ranges:
-    ranges: list[tuple[int, int]] = []
-    negated = False
-    for operation, argument in items:
-        if operation is sre.NEGATE:
-            negated = True
-        elif operation is sre.LITERAL:
-            ranges.append((argument, argument))
-        elif operation is sre.RANGE:
-            ranges.append(argument)
-        elif operation is sre.CATEGORY and argument in _CATEGORIES:
-            ranges += _category(_CATEGORIES[argument])
-        else:
-            raise Unsupported(f"it uses {operation}")
-    return _others(ranges) if negated else tuple(ranges)
-
-
-def _others(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def others(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """All code points but these."""
     found, at = [], 0
     for low, high in sorted(ranges):
@@ -119,10 +134,10 @@ def _others(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 @cache
-def _category(escape: str) -> Ranges:
+def _category(escape: str, *, is_ascii: bool) -> Ranges:
     """In small parts: one search through all characters would keep the interpreter's lock."""
     ranges: list[tuple[int, int]] = []
-    search = re.compile(f"{escape}+")
+    search = re.compile(f"{escape}+", re.ASCII if is_ascii else re.UNICODE)
     for first in range(0, LAST + 1, _BLOCK):
         for found in search.finditer("".join(map(chr, range(first, first + _BLOCK)))):
             low, high = first + found.start(), first + found.end() - 1
@@ -158,7 +173,8 @@ def gbnf_rules(source: str) -> dict[str, Node]:
             if len(names) > LAST - _FIRST_NAME:
                 raise Unsupported("it has too many rules")
     references = {ord(character): name for name, character in names.items()}
-    return {name: _read("".join(pieces), references) for name, pieces in bodies.items()}
+    reader = _Reader(references)
+    return {name: reader.read("".join(pieces)) for name, pieces in bodies.items()}
 
 
 def _piece(kind: str | None, text: str, hat: str) -> str:

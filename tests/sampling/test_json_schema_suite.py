@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import GrammarSpec
+from slipstream.engine.sampling.grammar_automaton import AutomatonBackend
 from slipstream.engine.schema_check import check_schema
 
 SUITE = os.environ.get("JSON_SCHEMA_SUITE")
@@ -26,14 +27,15 @@ END = 256
 VOCABULARY = [*(bytes((byte,)) for byte in range(256)), b""]
 
 
-@pytest.fixture(params=["xgrammar", "llguidance"])
+@pytest.fixture(params=["xgrammar", "llguidance", "automaton"])
 def backend(request):
-    pytest.importorskip(request.param)
+    pytest.importorskip("llguidance" if request.param == "automaton" else request.param)
     if request.param == "xgrammar":
         from slipstream.engine.sampling.grammar_xgrammar import XgrammarBackend as Backend
     else:
         from slipstream.engine.sampling.grammar_llguidance import LlguidanceBackend as Backend
-    return Backend(VOCABULARY, [END])
+    library = Backend(VOCABULARY, [END])
+    return AutomatonBackend(VOCABULARY, [END], library) if request.param == "automaton" else library
 
 
 def takes(grammar, instance):

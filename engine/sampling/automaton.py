@@ -14,9 +14,9 @@ import numpy as np
 from .text_rules import END, Network, Unsupported
 
 MAX_STATES: Final = 16_384
-MAX_PLACES: Final = 4096  # where one text may lead at once
+MAX_PLACES: Final = 2048  # where one text may lead at once
 MAX_PLACES_IN_ALL: Final = 1_000_000
-_PLACE_BYTES: Final = 100  # roughly, with its set
+_PLACE_BYTES: Final = 200  # roughly, of a place in its set or of a state of the network
 DEAD, START = 0, 1  # states of every automaton: what no text leads on from, and where a text begins
 UNKNOWN: Final = -1
 _BOTTOM: Final = 0  # nothing to return to
@@ -45,6 +45,7 @@ class Automaton:
         self._known: dict[frozenset[Place], int] = {}  # the same, by the places from which free steps lead there
         self._nearby: dict[int, tuple[list[tuple[int, tuple[int, ...]]], bool]] = {}
         self._num_places = 0
+        self.num_places_left = MAX_PLACES_IN_ALL  # that may be met: whoever is in a hurry sets it
         self._stacks: list[Place] = [(END, _BOTTOM)]
         self._stack_numbers: dict[Place, int] = {}
         if self._number([(network.start, _BOTTOM)]) != START:
@@ -55,7 +56,8 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        return 3 * self.table.nbytes + sum(map(len, self._sets)) * _PLACE_BYTES
+        places = len(self._network.steps) + sum(map(len, self._sets))
+        return 3 * self.table.nbytes + places * _PLACE_BYTES
 
     @property
     def is_full(self) -> bool:
@@ -108,7 +110,7 @@ class Automaton:
             reached = self._without_byte(key)
             number = self._numbers.get(reached)
             if number is None:
-                if len(self) > 2 * MAX_STATES or self._num_places > 2 * MAX_PLACES_IN_ALL:
+                if len(self) > 2 * MAX_STATES or self.num_places_left < 0:
                     raise Unsupported("its texts nest in too many ways")
                 number = self._numbers[reached] = len(self)
                 self._sets.append(reached)
@@ -138,6 +140,7 @@ class Automaton:
             if len(kept) + len(seen) > MAX_PLACES:
                 raise Unsupported("it can be read in too many ways")
         self._num_places += len(kept) + len(seen)
+        self.num_places_left -= len(kept) + len(seen)
         return frozenset(kept)
 
     def _near(self, start: int) -> tuple[list[tuple[int, tuple[int, ...]]], bool]:
@@ -159,7 +162,7 @@ class Automaton:
                 more = [each for each in more if each not in seen]
                 seen.update(more)
                 todo += more
-                if len(seen) > MAX_PLACES:
+                if len(seen) > 8 * MAX_PLACES:
                     raise Unsupported("it can be read in too many ways")
             known = self._nearby[start] = ([each for each in seen if network.moves[each[0]]], (END, ()) in seen)
         return known

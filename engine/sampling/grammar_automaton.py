@@ -6,13 +6,11 @@ what is written otherwise than the standard library's own expressions, and schem
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..grammar_session import CompiledGrammar, GrammarBackend, GrammarSpec
-from .automaton import DEAD, MAX_STATES, START, Automaton
+from .automaton import DEAD, MAX_PLACES_IN_ALL, MAX_STATES, START, Automaton
 from .grammar_sources import json_schema
 from .patterns import gbnf_rules, regex_rules
 from .schema_rules import schema_rules
@@ -20,9 +18,10 @@ from .text_rules import Network, Node, Unsupported
 from .token_trie import TokenTrie
 
 MAX_BYTES: Final = 64 << 20  # of one grammar's different masks
-# Where rules are parts of themselves: masks are made at once for so many states, from the start on, or for so long.
-EAGER_STATES: Final = 512
-EAGER_S: Final = 0.02
+EAGER_STATES: Final = 32  # where rules are parts of themselves: so many, from the start on, have their masks at once
+MAX_PLACES_A_MASK: Final = (
+    20_000  # that may be met for a mask which is made while texts are written: tens of milliseconds
+)
 _OVER: Final = -1  # behind an end token
 
 
@@ -65,10 +64,7 @@ class AutomatonGrammar:
         self._network = network
         self._trie = trie
         self._masked = _MaskedStates(network, trie)
-        if network.is_recursive:
-            self._masked.prepare(EAGER_STATES, EAGER_S)
-        else:
-            self._masked.prepare(MAX_STATES, math.inf)
+        self._masked.prepare(EAGER_STATES if network.is_recursive else MAX_STATES)
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +90,7 @@ class AutomatonSession:
         return self._states[-1] == _OVER
 
     def fill(self) -> bytes:
-        return self._masked.mask(self._states[-1])
+        return self._masked.mask(self._states[-1], MAX_PLACES_A_MASK)
 
     def accept(self, token_id: int) -> bool:
         behind = self._masked.after(self._states[-1], token_id)
@@ -124,21 +120,22 @@ class _MaskedStates:
     def is_full(self) -> bool:
         return self._automaton.is_full or len(self._different) * self._trie.num_mask_bytes > MAX_BYTES
 
-    def prepare(self, num_states: int, seconds: float) -> None:
+    def prepare(self, num_states: int) -> None:
         """The first states, breadth first; raises if there are more than there may be."""
-        started = time.thread_time()
         state = START
-        while state < min(len(self._automaton), num_states + 1) and time.thread_time() - started < seconds:
-            self.mask(state)
+        while state < min(len(self._automaton), num_states + 1):
+            self.mask(state, MAX_PLACES_IN_ALL)
             state += 1
             if self.is_full:
                 raise Unsupported("it has too many states")
         if state == len(self._automaton):
             self._automaton.close()
 
-    def mask(self, state: int) -> bytes:
+    def mask(self, state: int, max_places: int) -> bytes:
+        """Raises: Unsupported if more places than that have to be met for it."""
         mask = self._masks.get(state)
         if mask is None:
+            self._automaton.num_places_left = max_places
             mask = self._trie.mask(self._automaton, state)
             mask = self._masks[state] = self._different.setdefault(mask, mask)
         return mask

@@ -15,6 +15,7 @@ END: Final = 0  # the state at the end of every rule
 _LENGTHS: Final = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
 
 Ranges = tuple[tuple[int, int], ...]
+ByteRanges = tuple[tuple[int, int], ...]
 
 
 class Unsupported(ValueError):
@@ -136,17 +137,22 @@ class Network:
 
     def _characters(self, ranges: Ranges, start: int) -> int:
         end = self._state()
-        behind: dict[tuple[tuple[int, int], ...], int] = {(): end}  # what is left of a character → the state before it
+        before: dict[tuple[ByteRanges, ...], int] = {
+            ((),): end
+        }  # what may be left of a character → the state before it
 
-        def before(rest: tuple[tuple[int, int], ...]) -> int:
-            if rest not in behind:
-                behind[rest] = self._state()
-                self.steps[behind[rest]].append((*rest[0], before(rest[1:])))
-            return behind[rest]
+        def add(texts: Iterable[ByteRanges], state: int) -> None:
+            rests: dict[tuple[int, int], list[ByteRanges]] = {}
+            for first, *rest in texts:
+                rests.setdefault(first, []).append(tuple(rest))
+            for first, left in rests.items():
+                key = tuple(left)
+                if key not in before:
+                    before[key] = self._state()
+                    add(key, before[key])
+                self.steps[state].append((*first, before[key]))
 
-        for low, high in ranges:
-            for first, *rest in utf8_ranges(low, high):
-                self.steps[start].append((*first, before(tuple(rest))))
+        add((each for low, high in ranges for each in utf8_ranges(low, high)), start)
         return end
 
     def _keep(self, useful: set[int]) -> None:
@@ -236,7 +242,7 @@ def _is_cyclic(graph: Mapping[Any, Set[Any]]) -> bool:
     return False
 
 
-def utf8_ranges(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def utf8_ranges(low: int, high: int) -> Iterator[ByteRanges]:
     """The characters from `low` to `high` as byte ranges: any byte of the first, then any of the second, …"""
     for first, last in _LENGTHS:
         a, b = max(low, first), min(high, last)
@@ -244,7 +250,7 @@ def utf8_ranges(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
             yield from _byte_ranges(chr(a).encode(), chr(b).encode())
 
 
-def _byte_ranges(low: bytes, high: bytes) -> Iterator[tuple[tuple[int, int], ...]]:
+def _byte_ranges(low: bytes, high: bytes) -> Iterator[ByteRanges]:
     a, b, num_more = low[0], high[0], len(low) - 1
     least, most = b"\x80" * num_more, b"\xbf" * num_more
     if a == b and num_more:

@@ -16,21 +16,24 @@ import numpy as np
 
 from .automaton import DEAD, Automaton
 
-MAX_LOOPS: Final = 32
-_FEW: Final = 64  # nodes that are walked one by one
-_MANY_BYTES: Final = 512  # nodes below one: with fewer, a loop is walked like anything else
-_BUDGET: Final = 1024  # children that are looked at one by one before those left are walked level by level
+MAX_LOOPS: Final = 16
+_ELSEWHERE: Final = -1  # in a loop: after a byte that leads nowhere, or behind an exit
+_EXIT: Final = -2
+_MANY: Final = 512  # nodes: with fewer below it, a loop is walked like anything else
+_FEW: Final = 1024  # nodes: so many are walked one by one
 
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Places = np.ndarray[Any, np.dtype[np.int16]]
 _Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class _Loop(NamedTuple):
-    """What a set of bytes does to the tree."""
+    """Where texts lead from a state that comes back to itself after each of some characters. Once from the root of the tree
+    on, and once from the nodes below it.
+    """
 
-    last_out: _Indices  # [nodes]: how deep on each node's path the last byte lies that is not in the set
-    exits: _Indices  # the nodes whose own byte is not in it, ascending
-    before_exits: _Indices  # `last_out` of the nodes above them
+    runs: tuple[_Places, _Places]  # [nodes]: 0 the state, 1 … within one of its characters, negative elsewhere
+    exits: tuple[_Indices, _Indices]  # nodes, ascending, where a byte behind the state is of no such character
 
 
 class TokenTrie:
@@ -61,7 +64,7 @@ class TokenTrie:
         self._children = 1 + np.argsort(self._parents[1:], kind="stable")  # those of node 0, then those of 1, …
         # The same for walks node by node.
         self._few = tuple(array("i", x.astype(np.int32).tobytes()) for x in (
-            self._first_child, self._num_children, self._children, self._tokens, self._num_below))  # fmt: skip
+            self._first_child, self._num_children, self._children, self._tokens))  # fmt: skip
         self._steps = bytes(steps)
         self._loops: OrderedDict[bytes, _Loop] = OrderedDict()
 
@@ -90,7 +93,7 @@ class TokenTrie:
         allowed = np.zeros(8 * self.num_mask_bytes + 1, dtype=np.bool_)
         nodes, states = self._begin(automaton, state, allowed)
         while len(nodes):
-            walk = self._walk_few if len(nodes) <= _FEW else self._walk_level
+            walk = self._walk_few if self._num_below[nodes].sum() <= _FEW else self._walk_level
             nodes, states = walk(automaton, nodes, states, allowed)
         for token_id, twin in self._twins:
             allowed[token_id] = allowed[twin]
@@ -101,7 +104,9 @@ class TokenTrie:
     def _begin(self, automaton: Automaton, state: int, allowed: _Flags) -> tuple[_Indices, _Indices]:
         """What is left below the root once all loops that begin there, or behind the first byte, are done."""
         if automaton.stays(state):
-            return self._loop_below(automaton, 0, state, allowed)
+            loop = self._loop(automaton, state)
+            allowed[self._tokens[loop.runs[0] >= 0]] = True
+            return self._reached(automaton, loop.exits[0], np.array(state), allowed)
         row = automaton.row(state)
         behind: dict[int, list[int]] = {}
         for child in self._children[: self._num_children[0]].tolist():
@@ -111,17 +116,15 @@ class TokenTrie:
         left: list[tuple[_Indices, _Indices]] = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
         for reached, children in behind.items():
             nodes = np.array(children)
-            allowed[self._tokens[nodes]] = True
-            if self._num_below[nodes].sum() >= _MANY_BYTES and automaton.stays(reached):
+            if self._num_below[nodes].sum() >= _MANY and automaton.stays(reached):
                 firsts = np.zeros(256, dtype=np.bool_)
                 firsts[self._bytes[nodes]] = True
                 loop = self._loop(automaton, reached)
-                inside = (loop.last_out <= 1) & firsts[self._firsts] & (self._depths > 1)
-                allowed[self._tokens[inside]] = True
-                exits = loop.exits[(loop.before_exits <= 1) & firsts[self._firsts[loop.exits]]]
-                exits = exits[self._depths[exits] > 1]
+                allowed[self._tokens[(loop.runs[1] >= 0) & firsts[self._firsts]]] = True
+                exits = loop.exits[1][firsts[self._firsts[loop.exits[1]]]]
                 left.append(self._reached(automaton, exits, np.array(reached), allowed))
             else:
+                allowed[self._tokens[nodes]] = True
                 left.append((nodes, np.full(len(nodes), reached)))
         return np.concatenate([each for each, _ in left]), np.concatenate([each for _, each in left])
 
@@ -150,60 +153,67 @@ class TokenTrie:
     def _walk_few(
         self, automaton: Automaton, nodes: _Indices, states: _Indices, allowed: _Flags
     ) -> tuple[_Indices, _Indices]:
-        """All below these nodes, one by one, as far as they stay few. Returns what is left."""
-        first_child, num_children, children, tokens, num_below = self._few
+        """All below these nodes, one by one. Nothing is left then."""
+        first_child, num_children, children, tokens = self._few
         steps, classes = self._steps, automaton.class_of
         found: list[int] = []
-        left: list[tuple[_Indices, _Indices]] = []
         todo = list(zip(nodes.tolist(), states.tolist(), strict=True))
-        budget = _BUDGET
-        while todo and budget > 0:
+        while todo:
             node, state = todo.pop()
-            row = automaton.row(state)
             first, count = first_child[node], num_children[node]
-            budget -= count
-            for child in children[first : first + count]:
-                behind = row[classes[steps[child]]]
-                if behind != DEAD:
-                    found.append(tokens[child])
-                    if num_below[child] >= _MANY_BYTES and automaton.stays(behind):
-                        left.append(self._loop_below(automaton, child, behind, allowed))
-                    elif num_below[child]:
+            if count:
+                row = automaton.row(state)
+                for child in children[first : first + count]:
+                    behind = row[classes[steps[child]]]
+                    if behind != DEAD:
+                        found.append(tokens[child])
                         todo.append((child, behind))
         allowed[found] = True
-        if todo:
-            pairs = np.array(todo)
-            left.append((pairs[:, 0], pairs[:, 1]))
-        if not left:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        return np.concatenate([each for each, _ in left]), np.concatenate([each for _, each in left])
-
-    def _loop_below(self, automaton: Automaton, node: int, state: int, allowed: _Flags) -> tuple[_Indices, _Indices]:
-        """All below a node as far as the state stays. Returns the nodes where it does not, with theirs."""
-        loop = self._loop(automaton, state)
-        depth, end = self._depths[node], node + 1 + self._num_below[node]
-        allowed[self._tokens[node + 1 : end][loop.last_out[node + 1 : end] <= depth]] = True
-        first, last = np.searchsorted(loop.exits, (node + 1, end))
-        exits = loop.exits[first:last][loop.before_exits[first:last] <= depth]
-        return self._reached(automaton, exits, np.array(state), allowed)
+        return nodes[:0], states[:0]
 
     def _loop(self, automaton: Automaton, state: int) -> _Loop:
-        """Of the bytes after which the state stays."""
-        stays = (automaton.table[state] == state)[automaton.classes]
-        key = np.packbits(stays).tobytes()
+        table = _characters(automaton, state)[:, automaton.classes]
+        key = table.tobytes()
         loop = self._loops.get(key)
         if loop is None:
-            out = ~stays[self._bytes]
-            last_out = np.zeros(len(out), dtype=np.int64)
-            for depth, nodes in enumerate(self._by_depth[1:], 1):
-                last_out[nodes] = np.where(out[nodes], depth, last_out[self._parents[nodes]])
-            exits = np.flatnonzero(out[1:]) + 1
-            loop = self._loops[key] = _Loop(last_out, exits, last_out[self._parents[exits]])
+            runs, exits = [], []
+            for start in (0, 1):
+                run = np.full(len(self._bytes), _ELSEWHERE, dtype=np.int16)
+                run[self._by_depth[start]] = 0
+                for nodes in self._by_depth[start + 1 :]:
+                    above = run[self._parents[nodes]]
+                    run[nodes] = np.where(above >= 0, table[np.maximum(above, 0), self._bytes[nodes]], _ELSEWHERE)
+                runs.append(run)
+                exits.append(np.flatnonzero(run == _EXIT))
+            loop = self._loops[key] = _Loop((runs[0], runs[1]), (exits[0], exits[1]))
             if len(self._loops) > MAX_LOOPS:
                 self._loops.popitem(last=False)
         else:
             self._loops.move_to_end(key)
         return loop
+
+
+def _characters(automaton: Automaton, state: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """The state and those within its characters of several bytes, numbered in the order of their bytes: [numbers, classes],
+    what follows each, or that another state does.
+    """
+    numbers = {DEAD: _ELSEWHERE, state: 0}
+    rows = [automaton.row(state)]
+    for behind in rows[0][automaton.class_of[0x80] :]:
+        _number_within(automaton, behind, numbers, rows, 3)
+    return np.array([[numbers.get(behind, _EXIT) for behind in row] for row in rows], dtype=np.int16)
+
+
+def _number_within(
+    automaton: Automaton, state: int, numbers: dict[int, int], rows: list[tuple[int, ...]], num_left: int
+) -> bool:
+    """Whether nothing but the rest of a character leads on from the state, and back to where it began."""
+    if state not in numbers and num_left:
+        row = automaton.row(state)
+        if all(_number_within(automaton, behind, numbers, rows, num_left - 1) for behind in dict.fromkeys(row)):
+            numbers[state] = len(rows)
+            rows.append(row)
+    return state in numbers
 
 
 def _sorted(token_bytes: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:

@@ -183,9 +183,9 @@ def test_what_would_be_too_large_is_left_to_it_soon(pattern):
         grammar("regex", pattern)
 
 
-def test_other_kinds_are_the_library_s():
-    with pytest.raises(RequestError, match="the library was asked for the json_schema"):
-        grammar("json_schema", '{"type": "object"}')
+def test_choices_are_the_library_s():
+    with pytest.raises(RequestError, match="the library was asked for the choice"):
+        grammar("choice", '["a", "b"]')
 
 
 def test_any_object_of_json_and_nothing_else():
@@ -273,6 +273,7 @@ def test_what_is_no_such_grammar_is_left_to_the_library(source):
 
 def test_random_grammars_mean_what_they_say():
     """Against a recogniser by spans, which knows nothing of automata."""
+    found = {True: 0, False: 0}
 
     @settings(max_examples=150, deadline=None)
     @given(st.integers(0, 2**32))
@@ -286,9 +287,15 @@ def test_random_grammars_mean_what_they_say():
             return
         for _ in range(12):
             text = "".join(chance.choice("aab()") for _ in range(chance.randint(0, 6)))
-            assert takes(compiled.session(), text.encode()) == is_text(rules, text), (source, text)
+            try:
+                taken = takes(compiled.session(), text.encode())
+            except Unsupported:  # ever more ways to read it
+                return
+            assert taken == is_text(rules, text), (source, text)
+            found[taken] += 1
 
     holds()
+    assert min(found.values()) > 20, found
 
 
 Item = tuple[object, str]

@@ -33,7 +33,9 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "Tokens of prompt and output together; by default what the model allows.", ("--context-length",)
     ),
     "chat_template": Flag("A file with a Jinja template to use instead of the model's own."),
-    "grammar_backend": Flag("Of structured output; 'auto' takes xgrammar where it is installed."),
+    "grammar_backend": Flag(
+        "Of structured output; a library by its name serves all of it, 'auto' only what our automata do not read."
+    ),
     "skip_tokenizer": Flag("Ids in, ids out: load no tokenizer.", ("--skip-tokenizer-init",)),
     "device": Flag("'auto' takes a GPU if one answers."),
     "cpu_threads": Flag("Threads of one operation on the CPU; by default all cores but one."),

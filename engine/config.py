@@ -57,7 +57,7 @@ class EngineConfig:
     debug_cuda_graph: bool = False  # the whole forward as one eager break of a breakable graph
     row_invariant: bool = False  # same arithmetic for a row whatever shares its batch; slower
     cpu_threads: int | None = None  # intra-op threads on the CPU; None: cores - 1
-    grammar_backend: GrammarBackendName = "auto"  # xgrammar where it is installed, else llguidance
+    grammar_backend: GrammarBackendName = "auto"  # automata, and for what these do not read a library that is installed
     skip_tokenizer: bool = False  # ids in, ids out; the model's end ids still end
     chat_template: str | None = None  # a file with a Jinja template instead of the model's own
 

@@ -1,6 +1,6 @@
 """Structured output without tensors: what is asked for, what a compiler makes of it, and where one request stands in it.
 
-The libraries live behind these protocols, in `sampling/`.
+What compiles and what fills masks lives behind these protocols, in `grammars/`.
 """
 
 from __future__ import annotations

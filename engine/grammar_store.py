@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from .pattern_check import check_regex
 from .schema_check import check_schema
 
 COMPILE_TIMEOUT_S = 10.0
+YIELD_S = 2e-4  # after so long a compilation lets the loop go on
 MAX_WAITING = 64  # grammars that wait to be compiled; more are refused
 MAX_GRAMMARS = 256
 MAX_BYTES = 512 << 20  # of all kept grammars; requests that run keep theirs whatever happens here
@@ -61,6 +63,15 @@ class GrammarStore:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
+        # Much of it holds the interpreter's lock, for which the event loop would wait 5 ms each time it awaited something.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(YIELD_S)
+        try:
+            return self._compiled(spec)
+        finally:
+            sys.setswitchinterval(interval)
+
+    def _compiled(self, spec: GrammarSpec) -> CompiledGrammar:
         if spec.kind == "json_schema":
             check_schema(_parsed(spec.source))
         if spec.kind == "regex":

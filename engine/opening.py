@@ -63,7 +63,7 @@ def open_grammars(config: EngineConfig, tokenizer: TextTokenizer | None, limits:
     def make_backend() -> GrammarBackend:
         if tokenizer is None:
             raise RequestError("structured output needs a tokenizer", param="structured_output")
-        from .sampling.grammar_backend import make_grammar_backend
+        from .grammars.backends import make_grammar_backend
 
         return make_grammar_backend(config.grammar_backend, tokenizer, limits.vocab_size)
 

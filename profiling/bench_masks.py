@@ -1,6 +1,6 @@
 """What structured output costs the event loop: one step's masks, by library and by what is asked for.
 
-    python -m slipstream.profiling.bench_masks [--model NAME] [--rows 64] [--libraries xgrammar,llguidance] [--json FILE]
+    python -m slipstream.profiling.bench_masks [--model NAME] [--rows 64] [--libraries auto,xgrammar,llguidance] [--json FILE]
 
 Each row writes the same text, from another place in it, and begins anew behind its end: every step has all kinds of places.
 Timed is what the loop does for a step's masks, and for taking in its tokens; the first step has all rows at the start.
@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..engine.grammar_session import CompiledGrammar, GrammarSpec
+from ..engine.grammars.backends import make_grammar_backend
+from ..engine.grammars.schema_rules import JSON
 from ..engine.loader.model_source import resolve_model
 from ..engine.logit_rules import LogitRules
-from ..engine.sampling.grammar_backend import make_grammar_backend
-from ..engine.sampling.schema_rules import JSON
 from ..engine.sampling_params import SamplingParams
 from ..engine.schema_check import check_schema
 from ..engine.text.tokenization import TextTokenizer
@@ -131,7 +131,7 @@ def run(model: str, *, rows: int, libraries: Sequence[str]) -> dict[str, dict[st
     results = {}
     print(f"{'library':<12}{'asked for':<22}{'first':>8}{'masks':>8}{'most':>8}{'tokens':>8}  ms, {rows} rows")
     for library in libraries:
-        backend = make_grammar_backend("xgrammar" if library == "xgrammar" else "llguidance", tokenizer, vocab_size)
+        backend = make_grammar_backend(library, tokenizer, vocab_size)  # type: ignore[arg-type]
         for name, (kind, source, text) in CASES.items():
             spec = GrammarSpec(kind=kind, source=source)  # type: ignore[arg-type]
             if kind == "json_schema":
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench_masks", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--libraries", default="xgrammar,llguidance")
+    parser.add_argument("--libraries", default="auto,xgrammar,llguidance")
     parser.add_argument("--json", help="write the results to this file")
     args = parser.parse_args(arguments)
     results = run(args.model, rows=args.rows, libraries=args.libraries.split(","))

@@ -30,10 +30,10 @@ ADD = {
 def backend(request: pytest.FixtureRequest) -> TriggeredBackend:
     pytest.importorskip(request.param)
     if request.param == "xgrammar":
-        from slipstream.engine.sampling.grammar_xgrammar import XgrammarBackend
+        from slipstream.engine.grammars.xgrammar_backend import XgrammarBackend
 
         return TriggeredBackend(XgrammarBackend(PLAIN, [END]), SPELLED, [END])
-    from slipstream.engine.sampling.grammar_llguidance import LlguidanceBackend
+    from slipstream.engine.grammars.llguidance_backend import LlguidanceBackend
 
     return TriggeredBackend(LlguidanceBackend(PLAIN, [END]), SPELLED, [END])
 

@@ -87,8 +87,8 @@ def test_the_error_table_names_every_error() -> None:
 
 @pytest.mark.parametrize(
     "room",
-    ["streams", "engine", "engine/attention", "engine/cache", "engine/forward", "engine/loader", "engine/models",
-     "engine/sampling", "engine/scheduler", "engine/text", "http", "profiling"],
+    ["streams", "engine", "engine/attention", "engine/cache", "engine/forward", "engine/grammars", "engine/loader",
+     "engine/models", "engine/sampling", "engine/scheduler", "engine/text", "http", "profiling"],
 )  # fmt: skip
 def test_a_rooms_page_names_every_file_of_the_room(room: str) -> None:
     page = (ROOT / room / "README.md").read_text(encoding="utf-8")

@@ -18,7 +18,8 @@ ROOMS = ("engine", "streams", "http", "profiling")
 # Rooms and parts of rooms, the most special first. A module belongs to the first prefix that fits.
 TORCH_FREE_STREAMS = ("streams.ticket", "streams.marks", "streams.host_lane", "streams.errors")
 TENSOR_PARTS = tuple(
-    f"engine.{name}" for name in ["forward", "attention", "sampling", "models", "layers", "loader", "kernels"]
+    f"engine.{name}"
+    for name in ["forward", "attention", "sampling", "grammars", "models", "layers", "loader", "kernels"]
 )
 HOST_PARTS = ("engine.scheduler", "engine.cache", "engine.text")
 PUBLIC_ENGINE = tuple(

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..grammar_session import GrammarSpec
-from .grammar_sources import choices, json_schema, plain_error
+from .sources import choices, json_schema, plain_error
 
 # Between two tokens of JSON: a model that likes white space must not fill its answer with it, but may indent.
 _WHITESPACE = r"\x20?|\x0A[\x20\x09]{0,32}"

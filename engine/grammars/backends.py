@@ -1,4 +1,4 @@
-"""Which grammar library serves a tokenizer."""
+"""Who serves a tokenizer's grammars: automata, and the grammar library that is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import RequestError
 from ..grammar_triggers import TriggeredBackend
-from .grammar_automaton import AutomatonBackend
+from .automaton_backend import AutomatonBackend
 
 if TYPE_CHECKING:
     from ..config import GrammarBackendName
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def make_grammar_backend(name: GrammarBackendName, tokenizer: TextTokenizer, vocab_size: int) -> GrammarBackend:
-    """`auto`: xgrammar where it is installed (with the package for GPUs), else llguidance.
+    """`auto`: automata, and for what these do not read xgrammar where it is installed (with the package for GPUs), else
+    llguidance. A library by its name serves everything.
 
     Ids beyond the tokenizer and special tokens add no text and are never allowed. Raises: RequestError if the model has
     no end token: a text could not end where its grammar does.
@@ -27,15 +28,20 @@ def make_grammar_backend(name: GrammarBackendName, tokenizer: TextTokenizer, voc
         raise RequestError("structured output needs a model with an end token", param="structured_output")
     spelled = [tokenizer.token_bytes(index) for index in range(vocab_size)]
     token_bytes = [b"" if index in tokenizer.special_ids else text for index, text in enumerate(spelled)]
-    library = AutomatonBackend(token_bytes, end_ids, _library(name, token_bytes, end_ids))
-    return TriggeredBackend(library, spelled, end_ids)
+
+    def library() -> GrammarBackend:
+        return _library(name, token_bytes, end_ids)
+
+    return TriggeredBackend(
+        AutomatonBackend(token_bytes, end_ids, library) if name == "auto" else library(), spelled, end_ids
+    )
 
 
 def _library(name: GrammarBackendName, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> GrammarBackend:
     if name == "xgrammar" or (name == "auto" and find_spec("xgrammar") is not None):
-        from .grammar_xgrammar import XgrammarBackend
+        from .xgrammar_backend import XgrammarBackend
 
         return XgrammarBackend(token_bytes, end_ids)
-    from .grammar_llguidance import LlguidanceBackend
+    from .llguidance_backend import LlguidanceBackend
 
     return LlguidanceBackend(token_bytes, end_ids)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import CompiledGrammar, GrammarSpec
-from slipstream.engine.sampling.grammar_automaton import AutomatonBackend
-from slipstream.engine.sampling.schema_rules import MAX_COUNTED
+from slipstream.engine.grammars.automaton_backend import AutomatonBackend
+from slipstream.engine.grammars.schema_rules import MAX_COUNTED
 from slipstream.engine.schema_check import check_schema
 
 END = 256
@@ -28,7 +28,7 @@ class Refuses:
         raise RequestError(f"the library was asked for the {spec.kind}", param="structured_output")
 
 
-BACKEND = AutomatonBackend(BYTES, [END], Refuses())
+BACKEND = AutomatonBackend(BYTES, [END], Refuses)
 
 
 def compiled(schema: Any) -> CompiledGrammar:

@@ -85,7 +85,10 @@ class _Rules:
             if name in schema:
                 return Alternatives(tuple(self.value(each) for each in schema[name]))
         if "enum" in schema or "const" in schema:
-            return Alternatives(tuple(_constant(each) for each in schema.get("enum", [schema.get("const")])))
+            values = schema.get("enum", [schema.get("const")])
+            flat = [json.dumps(each, ensure_ascii=False) for each in values if not isinstance(each, (dict, list))]
+            nested = [_constant(each) for each in values if isinstance(each, (dict, list))]
+            return Alternatives((*([any_of(flat)] if flat else []), *nested))
         types = schema.get("type", _KINDS)
         return Alternatives(
             tuple(self._of_type(each, schema) for each in ([types] if isinstance(types, str) else types))
@@ -170,6 +173,20 @@ _CHARS: Final = Repetition(Reference("char"), 0, None)
 def text(of: str) -> Node:
     """These characters."""
     return Concatenation(tuple(Characters(((ord(each), ord(each)),)) for each in of))
+
+
+def any_of(texts: Iterable[str]) -> Node:
+    """One of these texts, which may be many: they part where they differ."""
+    ordered = sorted(set(texts))
+    first, last = ordered[0], ordered[-1]
+    shared = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    groups: dict[str, list[str]] = {}
+    for each in ordered:
+        groups.setdefault(each[shared : shared + 1], []).append(each[shared:])
+    if len(groups) == 1:
+        return text(first)
+    parts = (any_of(group) if start else text("") for start, group in groups.items())
+    return Concatenation((text(first[:shared]), Alternatives(tuple(parts))))
 
 
 def _after_comma(*parts: Node) -> Node:

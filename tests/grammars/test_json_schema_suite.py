@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import GrammarSpec
-from slipstream.engine.sampling.grammar_automaton import AutomatonBackend
+from slipstream.engine.grammars.automaton_backend import AutomatonBackend
 from slipstream.engine.schema_check import check_schema
 
 SUITE = os.environ.get("JSON_SCHEMA_SUITE")
@@ -31,11 +31,11 @@ VOCABULARY = [*(bytes((byte,)) for byte in range(256)), b""]
 def backend(request):
     pytest.importorskip("llguidance" if request.param == "automaton" else request.param)
     if request.param == "xgrammar":
-        from slipstream.engine.sampling.grammar_xgrammar import XgrammarBackend as Backend
+        from slipstream.engine.grammars.xgrammar_backend import XgrammarBackend as Backend
     else:
-        from slipstream.engine.sampling.grammar_llguidance import LlguidanceBackend as Backend
+        from slipstream.engine.grammars.llguidance_backend import LlguidanceBackend as Backend
     library = Backend(VOCABULARY, [END])
-    return AutomatonBackend(VOCABULARY, [END], library) if request.param == "automaton" else library
+    return AutomatonBackend(VOCABULARY, [END], lambda: library) if request.param == "automaton" else library
 
 
 def takes(grammar, instance):

@@ -14,8 +14,8 @@ from ..errors import RequestError
 from ..grammar_session import CompiledGrammar, GrammarSpec
 from ..logit_rules import mask_of
 from ..schema_forms import schemas_within
-from .grammar_llguidance import LlguidanceBackend
-from .grammar_sources import choice_as_ebnf, json_schema, plain_error
+from .llguidance_backend import LlguidanceBackend
+from .sources import choice_as_ebnf, json_schema, plain_error
 
 # Between two tokens of JSON. It can be blanks only (see below), of which a model that would break the line here needs no
 # more, and a second one that may come costs half of a mask's time again.

@@ -12,8 +12,8 @@ import pytest
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import GrammarSpec
 from slipstream.engine.grammar_triggers import TriggeredBackend
-from slipstream.engine.sampling.grammar_automaton import AutomatonBackend
-from slipstream.engine.sampling.grammar_sources import plain_error
+from slipstream.engine.grammars.automaton_backend import AutomatonBackend
+from slipstream.engine.grammars.sources import plain_error
 
 END = 256
 BYTES = [bytes((byte,)) for byte in range(256)]
@@ -26,11 +26,11 @@ VOCABULARY = [*BYTES, b"", *MERGED, b"", b"", b""]
 def backend(request):
     pytest.importorskip("llguidance" if request.param == "automaton" else request.param)
     if request.param == "xgrammar":
-        from slipstream.engine.sampling.grammar_xgrammar import XgrammarBackend as Backend
+        from slipstream.engine.grammars.xgrammar_backend import XgrammarBackend as Backend
     else:
-        from slipstream.engine.sampling.grammar_llguidance import LlguidanceBackend as Backend
+        from slipstream.engine.grammars.llguidance_backend import LlguidanceBackend as Backend
     library = Backend(VOCABULARY, [END])
-    return AutomatonBackend(VOCABULARY, [END], library) if request.param == "automaton" else library
+    return AutomatonBackend(VOCABULARY, [END], lambda: library) if request.param == "automaton" else library
 
 
 def spec(kind, source=""):

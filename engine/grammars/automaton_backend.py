@@ -1,7 +1,6 @@
 """Structured output by automata with a mask a state: a step looks its masks up.
 
-Regular expressions, grammars in which no rule begins with itself, and any object of JSON. What has too large an automaton,
-what is written otherwise than the standard library's own expressions, and schemas, a grammar library serves.
+What is not read as rules here, or would have too large an automaton, a grammar library serves: see the page of this room.
 """
 
 from __future__ import annotations
@@ -11,60 +10,61 @@ from typing import Final
 
 from ..grammar_session import CompiledGrammar, GrammarBackend, GrammarSpec
 from .automaton import DEAD, MAX_PLACES_IN_ALL, MAX_STATES, START, Automaton
-from .grammar_sources import json_schema
 from .patterns import gbnf_rules, regex_rules
-from .schema_rules import schema_rules
+from .schema_rules import any_of, schema_rules
+from .sources import choices, json_schema
 from .text_rules import Network, Node, Unsupported
 from .token_trie import TokenTrie
 
 MAX_BYTES: Final = 64 << 20  # of one grammar's different masks
-EAGER_STATES: Final = 32  # where rules are parts of themselves: so many, from the start on, have their masks at once
-MAX_PLACES_A_MASK: Final = (
-    20_000  # that may be met for a mask which is made while texts are written: tens of milliseconds
-)
+EAGER_STATES: Final = 32  # from the start on: their masks are made at once
+MAX_PLACES_A_MASK: Final = 20_000  # that may be met for one while texts are written: tens of milliseconds
 _OVER: Final = -1  # behind an end token
-
 
 _READERS: Final[Mapping[str, Callable[[GrammarSpec], dict[str, Node]]]] = {
     "regex": lambda spec: regex_rules(spec.source),
     "ebnf": lambda spec: gbnf_rules(spec.source),
     "json_schema": lambda spec: schema_rules(json_schema(spec)),
     "json_object": lambda spec: schema_rules(json_schema(spec)),
+    "choice": lambda spec: {"root": any_of(choices(spec.source))},
 }
 
 
 class AutomatonBackend:
     """`token_bytes`: what each id of the model's vocabulary adds to a text, nothing for ids that add none; `end_ids`: those
-    that may follow a complete text; `library`: serves all else.
+    that may follow a complete text; `make_library`: loads what serves all else, with the first that asks for it.
     """
 
-    def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int], library: GrammarBackend) -> None:
+    def __init__(
+        self, token_bytes: Sequence[bytes], end_ids: Sequence[int], make_library: Callable[[], GrammarBackend]
+    ) -> None:
         self._token_bytes = token_bytes
         self._end_ids = frozenset(end_ids)
-        self._library = library
-        self._trie: TokenTrie | None = None  # made for the first that needs it
+        self._make_library = make_library
+        self._library: GrammarBackend | None = None
+        self._trie: TokenTrie | None = None
 
     def compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises: RequestError."""
-        read = _READERS.get(spec.kind)
-        if read is not None:
-            try:
-                network = Network(read(spec), "root")
-                self._trie = self._trie or TokenTrie(self._token_bytes, self._end_ids)
-                return AutomatonGrammar(network, self._trie)
-            except (Unsupported, RecursionError):
-                pass
-        return self._library.compile_blocking(spec)
+        try:
+            network = Network(_READERS[spec.kind](spec), "root")
+            self._trie = self._trie or TokenTrie(self._token_bytes, self._end_ids)
+            # What has no bounds in its source must show them now: later nobody else could serve it.
+            is_open = spec.kind in ("regex", "ebnf") and not network.is_recursive
+            return AutomatonGrammar(network, self._trie, MAX_STATES if is_open else EAGER_STATES)
+        except (Unsupported, RecursionError):
+            self._library = self._library or self._make_library()
+            return self._library.compile_blocking(spec)
 
 
 class AutomatonGrammar:
     """A compiled grammar. Raises: Unsupported if it is too large."""
 
-    def __init__(self, network: Network, trie: TokenTrie) -> None:
+    def __init__(self, network: Network, trie: TokenTrie, num_states: int) -> None:
         self._network = network
         self._trie = trie
         self._masked = _MaskedStates(network, trie)
-        self._masked.prepare(EAGER_STATES if network.is_recursive else MAX_STATES)
+        self._masked.prepare(num_states)
 
     @property
     def num_bytes(self) -> int:

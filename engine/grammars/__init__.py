@@ -1,0 +1,1 @@
+"""From what structured output asks for to the masks of a step."""

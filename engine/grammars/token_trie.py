@@ -8,7 +8,6 @@ stay in it are known from the bytes that it takes, whatever automaton it belongs
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -66,7 +65,7 @@ class TokenTrie:
         self._few = tuple(array("i", x.astype(np.int32).tobytes()) for x in (
             self._first_child, self._num_children, self._children, self._tokens))  # fmt: skip
         self._steps = bytes(steps)
-        self._loops: OrderedDict[bytes, _Loop] = OrderedDict()
+        self._loops: dict[bytes, _Loop] = {}
 
     def _nodes(self) -> tuple[list[int], list[int], list[int], list[int]]:
         parents, steps, depths, tokens = [0], [0], [0], [-1]
@@ -185,11 +184,11 @@ class TokenTrie:
                     run[nodes] = np.where(above >= 0, table[np.maximum(above, 0), self._bytes[nodes]], _ELSEWHERE)
                 runs.append(run)
                 exits.append(np.flatnonzero(run == _EXIT))
-            loop = self._loops[key] = _Loop((runs[0], runs[1]), (exits[0], exits[1]))
-            if len(self._loops) > MAX_LOOPS:
-                self._loops.popitem(last=False)
-        else:
-            self._loops.move_to_end(key)
+            loop = _Loop((runs[0], runs[1]), (exits[0], exits[1]))
+            # The thread that compiles walks too: each of these is one step to the other.
+            if len(self._loops) >= MAX_LOOPS:
+                self._loops.clear()
+            self._loops[key] = loop
         return loop
 
 

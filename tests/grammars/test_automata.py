@@ -93,6 +93,7 @@ PATTERNS = [
     r"\d{4}-\d{2}-\d{2}", r"[a-z0-9._]+@[a-z0-9.]+\.(com|org)", r"[A-Z][a-z]+( [a-z]+){0,3}\.", r"(ab|a)*b?", r"a{2,3}|b{,2}",
     r"[^a-z]+", r".{0,3}", r"\w+?\s\W", r"(?:x|(?P<name>y))z", r"|a", r"a??b*?", r"[\d\-x]+", r"\S\D", r"^ab$|^c$",
     r"[ü-ÿ日]\u20ac", r"(a*)*b", r"((a|b)?){3}",
+    r"[\w\d]+", "[aab]", r"[\Sé]x?", r"[^\W\d]", "(){3}a",
 ]  # fmt: skip
 LETTERS = "abxyz019 .-@ü日€\n_Z"
 
@@ -267,6 +268,7 @@ def test_a_grammar_takes_its_texts_and_no_others(source, good, bad):
         'root := "a"', '"a"', 'top ::= "a"', "root ::= missing", 'root ::= "a"\nroot ::= "b"', 'root ::= "\\q"', "root ::= []",
         'root ::= root "a" | "a"', 'root ::= a root\na ::= ""', 'root ::= a\na ::= b? a "x"\nb ::= "b"', 'root ::= "a" root',
         "root ::= .", 'root ::= (= "a") "a"', 'root ::= "\U0010f001"', 'root ::= *', 'root ::= ("a"',
+        'root ::= "a"+?', 'root ::= "a"{2} ?',
     ],
 )  # fmt: skip
 def test_what_is_no_such_grammar_is_left_to_the_library(source):

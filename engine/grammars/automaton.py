@@ -15,7 +15,7 @@ from .text_rules import END, Network, Unsupported
 
 MAX_STATES: Final = 16_384
 MAX_PLACES: Final = 2048  # where one text may lead at once
-MAX_PLACES_IN_ALL: Final = 1_000_000
+MAX_PLACES_IN_ALL: Final = 300_000
 _PLACE_BYTES: Final = 200  # roughly, of a place in its set or of a state of the network
 DEAD, START = 0, 1  # states of every automaton: what no text leads on from, and where a text begins
 UNKNOWN: Final = -1

@@ -5,6 +5,7 @@ What is not read as rules here, or would have too large an automaton, a grammar 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -18,6 +19,7 @@ from .token_trie import TokenTrie
 
 MAX_BYTES: Final = 64 << 20  # of one grammar's different masks
 EAGER_STATES: Final = 32  # from the start on: their masks are made at once
+EAGER_S: Final = 1.0  # of the compiling thread: further masks are made when a text comes to their states
 MAX_PLACES_A_MASK: Final = 20_000  # that may be met for one while texts are written: tens of milliseconds
 _OVER: Final = -1  # behind an end token
 
@@ -121,15 +123,24 @@ class _MaskedStates:
         return self._automaton.is_full or len(self._different) * self._trie.num_mask_bytes > MAX_BYTES
 
     def prepare(self, num_states: int) -> None:
-        """The first states, breadth first; raises if there are more than there may be."""
+        """The first states, breadth first, and as many of their masks as there is time for; raises if there are more than
+        there may be.
+        """
+        started = time.thread_time()
         state = START
         while state < min(len(self._automaton), num_states + 1):
-            self.mask(state, MAX_PLACES_IN_ALL)
+            if state <= EAGER_STATES:
+                self.mask(state, MAX_PLACES_IN_ALL)
+            self._automaton.row(state)
             state += 1
             if self.is_full:
                 raise Unsupported("it has too many states")
         if state == len(self._automaton):
             self._automaton.close()
+        for each in range(EAGER_STATES + 1, state):
+            if time.thread_time() - started > EAGER_S:
+                break
+            self.mask(each, MAX_PLACES_IN_ALL)
 
     def mask(self, state: int, max_places: int) -> bytes:
         """Raises: Unsupported if more places than that have to be met for it."""

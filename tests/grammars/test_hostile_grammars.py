@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import time
 
 import pytest
 
-from slipstream.engine.errors import RequestError
+from slipstream.engine import grammar_probe
+from slipstream.engine.errors import MisuseError, RequestError
 from slipstream.engine.grammar_session import CompiledGrammar, GrammarSpec
 from slipstream.engine.grammars import automaton, automaton_backend
 from slipstream.engine.grammars.automaton_backend import AutomatonBackend
@@ -67,3 +70,68 @@ def test_masks_that_would_take_long_are_made_when_a_text_comes_there(monkeypatch
         assert eager.accept(ord("b"))
     assert not lazy.accept(ord("b"))
     assert lazy.accept(END)
+
+
+def test_texts_that_fill_the_states_up_stop_nobody(monkeypatch):
+    monkeypatch.setattr(automaton, "MAX_STATES", 150)
+    monkeypatch.setattr(automaton_backend, "EAGER_STATES", 8)
+    compiled = grammar("ebnf", 'root ::= "(" root ")" | "[" root "]" | "{" root? "}" | "x"')
+    chance = random.Random(1)
+    sessions = [(compiled.session(), bytearray()) for _ in range(8)]
+    for _ in range(150):
+        for session, opened in sessions:
+            session.fill()
+            opened.append(chance.choice(b"([{"))
+            assert session.accept(opened[-1])
+    assert compiled.num_bytes < 2 << 20
+    for session, opened in sessions:
+        assert session.accept(ord("x"))
+        for each in reversed(opened):
+            mask = session.fill()
+            assert mask is not None
+            closing = {ord("("): ord(")"), ord("["): ord("]"), ord("{"): ord("}")}[each]
+            assert [bool(mask[byte >> 3] >> (byte & 7) & 1) for byte in b")]}"] == [byte == closing for byte in b")]}"]
+            assert session.accept(closing)
+        session.rollback(20)
+        for each in reversed(opened[:20]):
+            assert session.accept({ord("("): ord(")"), ord("["): ord("]"), ord("{"): ord("}")}[each])
+        assert session.accept(END)
+        with pytest.raises(MisuseError):
+            session.rollback(1000)
+
+
+def test_masks_that_fill_the_memory_up_are_made_anew(monkeypatch):
+    monkeypatch.setattr(automaton_backend, "MAX_BYTES", 2000)
+    compiled = grammar("regex", "".join(f"[a-{chr(98 + at % 20)}]" for at in range(300)))
+    for _ in range(2):
+        session = compiled.session()
+        for _ in range(300):
+            session.fill()
+            assert session.accept(ord("a"))
+        assert session.accept(END)
+    assert len(compiled._masked._different) < 100  # type: ignore[attr-defined]
+
+
+def test_a_full_collection_is_no_slow_token():
+    class Collects:
+        """A session over which the collector runs."""
+
+        is_over = False
+
+        def fill(self) -> bytes:
+            started = time.thread_time()
+            while time.thread_time() - started < 1.2 * grammar_probe.MAX_TOKEN_S:
+                gc.collect()
+            return b"\x02\x00\x00\x00"
+
+        def accept(self, token_id: int) -> bool:
+            return False
+
+    class Compiled:
+        num_bytes = 0
+
+        def session(self) -> Collects:
+            return Collects()
+
+    compiled = Compiled()
+    assert grammar_probe.probed_blocking(compiled, GrammarSpec(kind="json_object")) is compiled  # type: ignore[arg-type]

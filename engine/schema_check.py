@@ -98,7 +98,11 @@ class _Check:
     def _types(self, schema: dict[str, Any], path: str) -> tuple[str, ...]:
         given = schema.get("type", ())
         types = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
-        if not isinstance(types, tuple) or not all(isinstance(each, str) and each in _OF_TYPE for each in types):
+        if (
+            given == []
+            or not isinstance(types, tuple)
+            or not all(isinstance(each, str) and each in _OF_TYPE for each in types)
+        ):
             raise _refuse(f"{path}.type", "is no type of JSON")
         if types and any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf")):
             raise _refuse(f"{path}.type", "is not enforced beside a reference or a combination")
@@ -276,7 +280,8 @@ def _constants(schema: dict[str, Any]) -> list[str]:
     required = schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return []
-    return [name for name in required if isinstance(properties.get(name), dict) and "const" in properties[name]]
+    names = [name for name in required if isinstance(name, str)]
+    return [name for name in names if isinstance(properties.get(name), dict) and "const" in properties[name]]
 
 
 def _separates(name: str, schemas: Sequence[dict[str, Any]]) -> bool:

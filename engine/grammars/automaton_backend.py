@@ -99,10 +99,11 @@ class AutomatonSession:
         return self._states[-1] == _OVER
 
     def fill(self) -> bytes:
-        return self._current().mask(self._states[-1], MAX_PLACES_A_MASK)
+        mask = self._masked.made.get(self._states[-1])
+        return mask if mask is not None else self._current().mask(self._states[-1], MAX_PLACES_A_MASK)
 
     def accept(self, token_id: int) -> bool:
-        behind = self._current().after(self._states[-1], token_id)
+        behind = self._masked.after(self._states[-1], token_id)
         if behind == DEAD:
             return False
         self._states.append(behind)
@@ -129,7 +130,7 @@ class _MaskedStates:
     def __init__(self, network: Network, trie: TokenTrie) -> None:
         self._automaton = Automaton(network)
         self._trie = trie
-        self._masks: dict[int, bytes] = {}
+        self.made: dict[int, bytes] = {}
         self._different: dict[bytes, bytes] = {}
 
     @property
@@ -167,14 +168,14 @@ class _MaskedStates:
 
     def mask(self, state: int, max_places: int) -> bytes:
         """Raises: Unsupported if more places than that have to be met for it."""
-        mask = self._masks.get(state)
+        mask = self.made.get(state)
         if mask is None:
             if len(self._different) * self._trie.num_mask_bytes > MAX_BYTES:
-                self._masks.clear()
+                self.made.clear()
                 self._different.clear()
             self._automaton.num_places_left = max_places
             mask = self._trie.mask(self._automaton, state)
-            mask = self._masks[state] = self._different.setdefault(mask, mask)
+            mask = self.made[state] = self._different.setdefault(mask, mask)
         return mask
 
     def after(self, state: int, token_id: int) -> int:

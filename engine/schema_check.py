@@ -34,6 +34,7 @@ _OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
 }  # fmt: skip
 _TYPED: Final = frozenset[str]().union(*_OF_TYPE.values())
 _BOUNDS: Final = _OF_TYPE["number"]
+_COUNTS: Final = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _NAMING: Final = frozenset({"properties", "patternProperties"})
 NAMED: Final = frozenset({*_NAMING, "propertyNames"})
 _FURTHER: Final = frozenset({"additionalProperties", "unevaluatedProperties"})
@@ -97,13 +98,21 @@ class _Check:
     def _types(self, schema: dict[str, Any], path: str) -> tuple[str, ...]:
         given = schema.get("type", ())
         types = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
-        if not isinstance(types, tuple) or not all(isinstance(each, str) and each in _OF_TYPE for each in types):
+        if (
+            given == []
+            or not isinstance(types, tuple)
+            or not all(isinstance(each, str) and each in _OF_TYPE for each in types)
+        ):
             raise _refuse(f"{path}.type", "is no type of JSON")
         if types and any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf")):
             raise _refuse(f"{path}.type", "is not enforced beside a reference or a combination")
         return types
 
     def _keyword(self, schema: dict[str, Any], name: str, value: Any, at: str, types: tuple[str, ...]) -> None:
+        if name in _COUNTS and not (_is_of(value, "integer") and value >= 0):
+            raise _refuse(at, "is no count")
+        if name == "enum" and not (isinstance(value, list) and value):
+            raise _refuse(at, "is no list of values")
         if name == "$ref":
             self._reference(value, at)
         elif name == "allOf" and (not isinstance(value, list) or len(value) != 1):
@@ -113,7 +122,7 @@ class _Check:
                 at, "is only supported where its schemas exclude each other by type or by a constant property"
             )
         elif name in ("enum", "const"):
-            for each in value if name == "enum" and isinstance(value, list) else [value]:
+            for each in value if name == "enum" else [value]:
                 if _is_infinite(each):
                     raise _refuse(at, "has a number that JSON cannot have")
                 if types and not any(_is_of(each, kind) for kind in types):
@@ -271,7 +280,8 @@ def _constants(schema: dict[str, Any]) -> list[str]:
     required = schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return []
-    return [name for name in required if isinstance(properties.get(name), dict) and "const" in properties[name]]
+    names = [name for name in required if isinstance(name, str)]
+    return [name for name in names if isinstance(properties.get(name), dict) and "const" in properties[name]]
 
 
 def _separates(name: str, schemas: Sequence[dict[str, Any]]) -> bool:

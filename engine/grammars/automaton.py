@@ -15,8 +15,9 @@ from .text_rules import END, Network, Unsupported
 
 MAX_STATES: Final = 16_384
 MAX_PLACES: Final = 2048  # where one text may lead at once
-MAX_PLACES_IN_ALL: Final = 1_000_000
-_PLACE_BYTES: Final = 200  # roughly, of a place in its set or of a state of the network
+MAX_PLACES_IN_ALL: Final = 200_000
+_PLACE_BYTES: Final = 600  # roughly, of a place in its set, with what leads there
+_STATE_BYTES: Final = 600  # roughly, of a state of the network
 DEAD, START = 0, 1  # states of every automaton: what no text leads on from, and where a text begins
 UNKNOWN: Final = -1
 _BOTTOM: Final = 0  # nothing to return to
@@ -56,8 +57,8 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        places = len(self._network.steps) + sum(map(len, self._sets))
-        return 3 * self.table.nbytes + places * _PLACE_BYTES
+        places = sum(map(len, self._sets))
+        return 3 * self.table.nbytes + places * _PLACE_BYTES + len(self._network.steps) * _STATE_BYTES
 
     @property
     def is_full(self) -> bool:
@@ -69,6 +70,23 @@ class Automaton:
         self._numbers.clear()
         self._known.clear()
         self._nearby.clear()
+
+    def adopted(self, other: Automaton, states: Iterable[int]) -> list[int]:
+        """The states that are here what those are in another of the same network, which is not closed."""
+        stacks = {_BOTTOM: _BOTTOM}  # there → here
+
+        def here(stack: int) -> int:
+            above = []
+            while stack not in stacks:
+                above.append(stack)
+                stack = other._stacks[stack][1]
+            for each in reversed(above):
+                back, below = other._stacks[each]
+                stacks[each] = self._pushed(back, stacks[below])
+                stack = each
+            return stacks[stack]
+
+        return [self._number([(at, here(stack)) for at, stack in other._sets[state]]) for state in states]
 
     def row(self, state: int) -> tuple[int, ...]:
         """The states behind it, by the class of the next byte. May meet new states."""

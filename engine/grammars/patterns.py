@@ -24,6 +24,7 @@ _CATEGORIES: Final = {
     sre.CATEGORY_DIGIT: r"\d", sre.CATEGORY_NOT_DIGIT: r"\D", sre.CATEGORY_SPACE: r"\s",
     sre.CATEGORY_NOT_SPACE: r"\S", sre.CATEGORY_WORD: r"\w", sre.CATEGORY_NOT_WORD: r"\W",
 }  # fmt: skip
+_WIDER: Final = {r"\s": r"[\s\ufeff]", r"\S": r"[^\s\ufeff]"}  # what is no space must be none in ECMAScript either
 _GBNF: Final = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
     | (?P<rule>[A-Za-z_][\w-]*)\s*::=
@@ -33,6 +34,7 @@ _GBNF: Final = re.compile(
     | (?P<symbol>[()|*+?]|\{\d+(?:,\d*)?\})""",
     re.VERBOSE,
 )
+_COUNT: Final = re.compile(r"[*+?]|\{.*\}")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _NAMED: Final = {"n": "\n", "r": "\r", "t": "\t", **{each: each for each in "\\\"'][-^"}}
 
@@ -46,6 +48,8 @@ def searched_node(pattern: str) -> Node:
     """The texts in which a pattern of a JSON schema is found. Classes are ECMAScript's, so far as the standard library has
     them too. Raises: Unsupported.
     """
+    if "{," in pattern:
+        raise Unsupported("it has a count without its lower end")  # no count in ECMAScript
     reader = _Reader(is_ecma=True)
     parsed = _parsed(pattern)
     branches = parsed[0][1][1] if len(parsed) == 1 and parsed[0][0] is sre.BRANCH else [parsed]
@@ -117,10 +121,12 @@ class _Reader(NamedTuple):
             elif operation is sre.CATEGORY and argument in _CATEGORIES:
                 escape = _CATEGORIES[argument]
                 # \d, \w and \s have fewer characters there than here, and so have the others' complements.
-                ranges += _category(escape, is_ascii=self.is_ecma and is_negated == escape.isupper())
+                is_ascii = self.is_ecma and is_negated == escape.isupper()
+                ranges += _category(_WIDER.get(escape, escape) if self.is_ecma and not is_ascii else escape, is_ascii)
             else:
                 raise Unsupported(f"it uses {operation}")
-        return others(ranges) if is_negated else tuple(ranges)
+        rest = others(ranges)
+        return rest if is_negated else others(rest)  # in order, and none twice
 
 
 def others(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -134,7 +140,7 @@ def others(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 @cache
-def _category(escape: str, *, is_ascii: bool) -> Ranges:
+def _category(escape: str, is_ascii: bool) -> Ranges:
     """In small parts: one search through all characters would keep the interpreter's lock."""
     ranges: list[tuple[int, int]] = []
     search = re.compile(f"{escape}+", re.ASCII if is_ascii else re.UNICODE)
@@ -169,6 +175,8 @@ def gbnf_rules(source: str) -> dict[str, Node]:
             if kind == "name":
                 body.append(f"({names.setdefault(text, chr(_FIRST_NAME + len(names)))})")
             else:
+                if _COUNT.fullmatch(text) and body and _COUNT.fullmatch(body[-1]):
+                    raise Unsupported("it counts a count")  # which an expression would read as something else
                 body.append(_piece(kind, text, found["hat"]))
             if len(names) > LAST - _FIRST_NAME:
                 raise Unsupported("it has too many rules")

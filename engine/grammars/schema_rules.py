@@ -31,6 +31,7 @@ number ::= integer ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
 integer ::= "-"? ("0" | [1-9] [0-9]*)
 ws ::= " "? | "\n" [ \t]{0,20}
 """
+_FAR: Final = 10**32  # so many digits take as many states
 MAX_COUNTED: Final = 16  # characters of a string: each further count has a mask of its own, of all tokens
 _LABEL: Final = "[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?"
 _DATE: Final = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
@@ -104,7 +105,7 @@ class _Rules:
 
     def _object(self, schema: dict[str, Any]) -> Node:
         declared, required = schema.get("properties", {}), schema.get("required", [])
-        if "maxProperties" in schema or schema.get("minProperties", 0) > len(required):
+        if "maxProperties" in schema or schema.get("minProperties", 0) > len(set(required)):
             raise Unsupported("it counts properties")
         further = [
             self._member(_spelled(searched_node(pattern), escapes=False), each)
@@ -279,6 +280,8 @@ def _integer(schema: dict[str, Any]) -> Node:
     if not lows and not highs:
         return Reference("integer")
     low, high = max(lows, default=None), min(highs, default=None)
+    if max(abs(low or 0), abs(high or 0)) >= _FAR:
+        raise Unsupported("its bounds are far")
     parts = []
     if high is None or high >= 0:
         parts.append(_from_to(max(low or 0, 0), high))

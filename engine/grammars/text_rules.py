@@ -79,7 +79,7 @@ class Network:
         self.classes = np.repeat(np.arange(self.num_classes, dtype=np.uint8), np.diff(bounds))  # [256], of each byte
         self._refuse_left_recursion()
         self.is_recursive = _is_cyclic({name: set(_references(node)) for name, node in rules.items()})
-        self._keep(self._useful())
+        self._keep(self._ending(by_bytes=True))
         self.moves = [list(self._by_class(steps)) for steps in self.steps]  # the steps: (class, target)
         backs = {back for calls in self.calls for _, back in calls}
         self.only_returns = {back: self._leads_to_end_only(back) for back in backs}
@@ -108,8 +108,12 @@ class Network:
                 return end
             case Repetition(part, least, most):
                 for _ in range(least):
-                    start = self._add(part, start)
-                return self._endless(part, start) if most is None else self._up_to(part, start, most - least)
+                    num_before, start = len(self.steps), self._add(part, start)
+                    if len(self.steps) == num_before:
+                        break  # the empty text, of which a count may ask for billions
+                if most is None:
+                    return self._endless(part, start)
+                return self._up_to(part, start, most - least) if most > least else start
             case Reference(name):
                 if name not in self._rules:
                     raise Unsupported(f"it has no rule {name}")
@@ -185,11 +189,11 @@ class Network:
             todo += more
         return seen
 
-    def _useful(self) -> set[int]:
-        """The states from which the end of their rule can be reached."""
+    def _ending(self, *, by_bytes: bool) -> set[int]:
+        """The states from which the end of their rule can be reached, with bytes on the way or without any."""
         before: list[list[tuple[int, int]]] = [[] for _ in self.steps]  # the states before, and what these need besides
         for state, (steps, free, calls) in enumerate(zip(self.steps, self.free, self.calls, strict=True)):
-            for target in (*(target for _, _, target in steps), *free):
+            for target in (*(target for _, _, target in steps if by_bytes), *free):
                 before[target].append((state, END))
             for rule, back in calls:
                 before[rule].append((state, back))
@@ -203,14 +207,9 @@ class Network:
 
     def _refuse_left_recursion(self) -> None:
         """A rule that begins with itself would be called without end."""
-        empties: set[int] = set()
-        while True:
-            reached = {start: self._free_of_bytes(start, empties) for start in self._rules.values()}
-            now = {start for start, states in reached.items() if END in states}
-            if now == empties:
-                break
-            empties = now
-        if _is_cyclic({start: self._called(states) for start, states in reached.items()}):
+        empties = self._ending(by_bytes=False)
+        begins = {start: self._called(self._free_of_bytes(start, empties)) for start in self._rules.values()}
+        if _is_cyclic(begins):
             raise Unsupported("a rule begins with itself")
 
     def _by_class(self, steps: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
@@ -233,13 +232,20 @@ def _references(node: Node) -> Iterator[str]:
 
 
 def _is_cyclic(graph: Mapping[Any, Set[Any]]) -> bool:
-    done: set[Any] = set()
-    while len(done) < len(graph):
-        more = {each for each, others in graph.items() if each not in done and others <= done}
-        if not more:
-            return True
-        done |= more
-    return False
+    """Whether one can come back to where one was. All that is led to must be in it."""
+    before: dict[Any, list[Any]] = {each: [] for each in graph}
+    num_left = {}
+    for each, others in graph.items():
+        num_left[each] = len(others)
+        for other in others:
+            before[other].append(each)
+    todo = [each for each, num in num_left.items() if not num]
+    for done in todo:
+        for each in before[done]:
+            num_left[each] -= 1
+            if not num_left[each]:
+                todo.append(each)
+    return len(todo) < len(graph)
 
 
 def utf8_ranges(low: int, high: int) -> Iterator[ByteRanges]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from slipstream.engine.errors import RequestError
@@ -64,6 +66,13 @@ def test_what_is_enforced_passes(schema):
         (False, "$"),
         ({"type": "object", "properties": {"a": {"not": {"type": "null"}}}}, "$.properties.a.not"),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "$.uniqueItems"),
+        *(
+            ({"type": "array", "items": {"type": "string", "minLength": count}}, "$.items.minLength")
+            for count in ("x", None, True, -1, 1.5, [], math.nan, math.inf)
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "type": []}, "$.type"),
+        ({"oneOf": [{"properties": {"a": {"const": 1}}, "required": [["a"]]}]}, "$.oneOf"),
+        *(({"enum": each}, "$.enum") for each in ("abc", {"a": 1}, 5, None, [])),
         ({"type": "array", "contains": {"type": "integer"}}, "$.contains"),
         ({"anyOf": [{"type": "string"}, {"if": True, "then": True}]}, "$.anyOf[1].if"),
         ({"allOf": [{"type": "integer"}, {"type": "number"}]}, "$.allOf"),

@@ -5,6 +5,7 @@ of states over UTF-8 bytes (Thompson's, with calls).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -156,7 +157,7 @@ class Network:
                     add(key, before[key])
                 self.steps[state].append((*first, before[key]))
 
-        add((each for low, high in ranges for each in utf8_ranges(low, high)), start)
+        add(_texts(ranges), start)
         return end
 
     def _keep(self, useful: set[int]) -> None:
@@ -246,6 +247,12 @@ def _is_cyclic(graph: Mapping[Any, Set[Any]]) -> bool:
             if not num_left[each]:
                 todo.append(each)
     return len(todo) < len(graph)
+
+
+@lru_cache(maxsize=64)
+def _texts(ranges: Ranges) -> tuple[ByteRanges, ...]:
+    """Large classes come again and again where they are counted."""
+    return tuple(each for low, high in ranges for each in utf8_ranges(low, high))
 
 
 def utf8_ranges(low: int, high: int) -> Iterator[ByteRanges]:

@@ -12,6 +12,7 @@ from .errors import RequestError, shown
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "triggered"]
 MAX_SOURCE_CHARS = 64 << 10
+MAX_ROLLBACK = 64  # tokens: as far back every session goes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class GrammarSession(Protocol):
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take the last accepted tokens back."""
+        """Take the last accepted tokens back, up to MAX_ROLLBACK."""
         ...
 
 

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 from .errors import MisuseError, RequestError
 from .grammar_probe import probed_blocking
-from .grammar_session import CompiledGrammar, GrammarBackend, GrammarSession, GrammarSpec
+from .grammar_session import MAX_ROLLBACK, CompiledGrammar, GrammarBackend, GrammarSession, GrammarSpec
 from .logit_rules import either, mask_of, without
 
 MAX_LEAD = 16  # tokens of white space between a marker and what it announces
-MAX_ROLLBACK = 64
 MAX_MARKERS = 128
 _THINK, _THOUGHT = b"<think>", b"</think>"
 _SPACE = b" \t\r\n"

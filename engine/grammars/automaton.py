@@ -46,6 +46,7 @@ class Automaton:
         self._known: dict[frozenset[Place], int] = {}  # the same, by the places from which free steps lead there
         self._nearby: dict[int, tuple[list[tuple[int, tuple[int, ...]]], bool]] = {}
         self._num_places = 0
+        self._num_held = 0  # places in the sets
         self.num_places_left = MAX_PLACES_IN_ALL  # that may be met: whoever is in a hurry sets it
         self._stacks: list[Place] = [(END, _BOTTOM)]
         self._stack_numbers: dict[Place, int] = {}
@@ -57,8 +58,7 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        places = sum(map(len, self._sets))
-        return 3 * self.table.nbytes + places * _PLACE_BYTES + len(self._network.steps) * _STATE_BYTES
+        return 3 * self.table.nbytes + self._num_held * _PLACE_BYTES + len(self._network.steps) * _STATE_BYTES
 
     @property
     def is_full(self) -> bool:
@@ -67,6 +67,7 @@ class Automaton:
     def close(self) -> None:
         """Keep the table only. Every row must be known."""
         self._sets.clear()
+        self._num_held = 0
         self._numbers.clear()
         self._known.clear()
         self._nearby.clear()
@@ -132,6 +133,7 @@ class Automaton:
                     raise Unsupported("its texts nest in too many ways")
                 number = self._numbers[reached] = len(self)
                 self._sets.append(reached)
+                self._num_held += len(reached)
                 self.accepts.append((END, _BOTTOM) in reached)
                 if number == len(self.table):
                     self.table = np.concatenate((self.table, np.full_like(self.table, UNKNOWN)))

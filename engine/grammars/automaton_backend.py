@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..errors import MisuseError
-from ..grammar_session import CompiledGrammar, GrammarBackend, GrammarSpec
+from ..grammar_session import MAX_ROLLBACK, CompiledGrammar, GrammarBackend, GrammarSpec
 from .automaton import DEAD, MAX_PLACES_IN_ALL, MAX_STATES, START, Automaton
 from .patterns import gbnf_rules, regex_rules
 from .schema_rules import any_of, schema_rules
@@ -22,7 +22,6 @@ MAX_BYTES: Final = 64 << 20  # of one grammar's different masks
 EAGER_STATES: Final = 32  # from the start on: their masks are made at once
 EAGER_S: Final = 1.0  # of the compiling thread: further masks are made when a text comes to their states
 MAX_PLACES_A_MASK: Final = 20_000  # that may be met for one while texts are written: tens of milliseconds
-MAX_ROLLBACK: Final = 64  # tokens: as far back a session goes for certain
 _OVER: Final = -1  # behind an end token
 
 _READERS: Final[Mapping[str, Callable[[GrammarSpec], dict[str, Node]]]] = {
@@ -36,16 +35,13 @@ _READERS: Final[Mapping[str, Callable[[GrammarSpec], dict[str, Node]]]] = {
 
 class AutomatonBackend:
     """`token_bytes`: what each id of the model's vocabulary adds to a text, nothing for ids that add none; `end_ids`: those
-    that may follow a complete text; `make_library`: loads what serves all else, with the first that asks for it.
+    that may follow a complete text; `library`: serves all else.
     """
 
-    def __init__(
-        self, token_bytes: Sequence[bytes], end_ids: Sequence[int], make_library: Callable[[], GrammarBackend]
-    ) -> None:
+    def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int], library: GrammarBackend) -> None:
         self._token_bytes = token_bytes
         self._end_ids = frozenset(end_ids)
-        self._make_library = make_library
-        self._library: GrammarBackend | None = None
+        self._library = library
         self._trie: TokenTrie | None = None
 
     def compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -57,7 +53,6 @@ class AutomatonBackend:
             is_open = spec.kind in ("regex", "ebnf") and not network.is_recursive
             return AutomatonGrammar(network, self._trie, MAX_STATES if is_open else EAGER_STATES)
         except (Unsupported, RecursionError):
-            self._library = self._library or self._make_library()
             return self._library.compile_blocking(spec)
 
 

@@ -34,15 +34,17 @@ def make_grammar_backend(name: GrammarBackendName, tokenizer: TextTokenizer, voc
     token_bytes = [b"" if index in tokenizer.special_ids else text for index, text in enumerate(spelled)]
 
     if name == "auto":
-        backend: GrammarBackend = AutomatonBackend(token_bytes, end_ids, lambda: _Libraries(token_bytes, end_ids))
+        backend: GrammarBackend = AutomatonBackend(token_bytes, end_ids, _Libraries(token_bytes, end_ids))
     else:
         backend = _library(name, token_bytes, end_ids)
     return TriggeredBackend(backend, spelled, end_ids)
 
 
 class _Libraries:
-    """What automata leave, and what may be too large for anybody. llguidance soon says so; xgrammar goes on for minutes, in the
-    thread that compiles for everybody, but its masks take a fraction: it gets the schemas with which it is quick.
+    """What automata leave, and what may be too large for anybody; each is loaded with the first that it is to serve.
+
+    llguidance soon says what is too large; xgrammar goes on for minutes, in the thread that compiles for everybody, but its
+    masks take a fraction: it gets the schemas with which it is quick.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from ..errors import RequestError
 from ..grammar_session import GrammarSpec
-from .sources import choices, json_schema, plain_error
+from .sources import choices, json_schema, plain_error, told_plainly
 
 # Between two tokens of JSON: a model that likes white space must not fill its answer with it, but may indent.
 _WHITESPACE = r"\x20?|\x0A[\x20\x09]{0,32}"
@@ -60,19 +59,13 @@ class LlguidanceBackend:
 
     def compile_blocking(self, spec: GrammarSpec) -> LlguidanceGrammar:
         """Raises: RequestError."""
-        try:
+        with told_plainly(spec):
             source = self._source(spec)
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
             matcher.compute_bitmask()  # sessions begin with it
-        except RequestError:
-            raise
-        except Exception as error:  # of the library about what it was given
-            raise RequestError(
-                f"the {spec.kind} cannot be used: {plain_error(error)}", param="structured_output"
-            ) from error
-        return LlguidanceGrammar(matcher, len(source), self._end_ids, self._num_words)
+            return LlguidanceGrammar(matcher, len(source), self._end_ids, self._num_words)
 
     def _source(self, spec: GrammarSpec) -> str:
         matcher = llguidance.LLMatcher

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from math import ceil, floor
 from typing import Any, Final
 
-from ..schema_check import referred
+from ..schema_check import NAMED, referred
 from .patterns import gbnf_rules, others, searched_node
 from .text_rules import Alternatives, Characters, Concatenation, Node, Reference, Repetition, Unsupported
 
@@ -48,11 +49,13 @@ _FORMATS: Final = {
     "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})*",
 }
 _ESCAPES: Final = {0x22: '\\"', 0x5C: "\\\\", 8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r"}
-_RAW: Final = others([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
-_NAMING: Final = frozenset(
-    {"properties", "patternProperties"}
-)  # all others are left out where these are: `enforceable`
+_NOT_RAW: Final = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # in a string of JSON
 _KINDS: Final = ("object", "array", "string", "number", "boolean", "null")
+
+
+@cache
+def _json_rules() -> Mapping[str, Node]:
+    return gbnf_rules(JSON)
 
 
 def schema_rules(schema: Any) -> dict[str, Node]:
@@ -68,7 +71,7 @@ class _Rules:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._names: dict[int, str] = {}  # by a schema's identity
-        self.rules = gbnf_rules(JSON)
+        self.rules = dict(_json_rules())
 
     def value(self, schema: Any) -> Node:
         if schema is True or schema == {}:
@@ -108,27 +111,24 @@ class _Rules:
         if "maxProperties" in schema or schema.get("minProperties", 0) > len(set(required)):
             raise Unsupported("it counts properties")
         further = [
-            self._member(_spelled(searched_node(pattern), escapes=False), each)
+            _member(_spelled(searched_node(pattern), escapes=False), self.value(each))
             for pattern, each in schema.get("patternProperties", {}).items()
         ]
-        if not _NAMING & schema.keys():
+        if not NAMED & schema.keys():  # where names are, `enforceable` left all others out
             any_name = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
-            further = [] if any_name is False else [self._member(_CHARS, any_name)]
+            further = [] if any_name is False else [_member(_CHARS, self.value(any_name))]
         first = Alternatives(tuple(further))
         # Behind the last declared one: with a comma before each, where something came before.
         rest = self._rule(Repetition(_after_comma(first), 0, None) if further else Concatenation(()))
         begin = self._rule(Repetition(Concatenation((first, rest)), 0, 1) if further else Concatenation(()))
         for name, each in reversed(declared.items()):
-            member = self._member(_inner(name), each)
+            member = _member(_inner(name), self.value(each))
             options_rest, options_begin = [_after_comma(member, rest)], [Concatenation((member, rest))]
             if name not in required:
                 options_rest.append(Concatenation((rest,)))
                 options_begin.append(Concatenation((begin,)))
             rest, begin = self._rule(Alternatives(tuple(options_rest))), self._rule(Alternatives(tuple(options_begin)))
         return Concatenation((text("{"), _WS, begin, text("}")))
-
-    def _member(self, name: Node, schema: Any) -> Node:
-        return Concatenation((text('"'), name, text('"'), _WS, text(":"), _WS, self.value(schema), _WS))
 
     def _array(self, schema: dict[str, Any]) -> Node:
         if "unevaluatedItems" in schema:
@@ -201,7 +201,7 @@ def _inner(name: str) -> Node:
 def _constant(value: Any) -> Node:
     """A value, with white space where it may be."""
     if isinstance(value, dict):
-        members = [_constant_member(name, each) for name, each in value.items()]
+        members = [_member(_inner(name), _constant(each)) for name, each in value.items()]
         return Concatenation((text("{"), _WS, _listed(members), text("}")))
     if isinstance(value, list):
         return Concatenation(
@@ -210,8 +210,8 @@ def _constant(value: Any) -> Node:
     return text(json.dumps(value, ensure_ascii=False))
 
 
-def _constant_member(name: str, value: Any) -> Node:
-    return Concatenation((text('"'), _inner(name), text('"'), _WS, text(":"), _WS, _constant(value), _WS))
+def _member(name: Node, value: Node) -> Node:
+    return Concatenation((text('"'), name, text('"'), _WS, text(":"), _WS, value, _WS))
 
 
 def _listed(parts: Sequence[Node]) -> Node:
@@ -245,7 +245,7 @@ def _spelled(node: Node, *, escapes: bool) -> Node:
     match node:
         case Characters(ranges):
             held = [code for code in _ESCAPES if any(low <= code <= high for low, high in ranges)]
-            raw = Characters(tuple(_common(ranges, _RAW)))
+            raw = Characters(others([*others(ranges), *_NOT_RAW]))
             return Alternatives((raw, *(text(_ESCAPES[code]) for code in held))) if held and escapes else raw
         case Concatenation(parts):
             return Concatenation(tuple(_spelled(part, escapes=escapes) for part in parts))
@@ -254,14 +254,6 @@ def _spelled(node: Node, *, escapes: bool) -> Node:
         case Repetition(part, least, most):
             return Repetition(_spelled(part, escapes=escapes), least, most)
     return node
-
-
-def _common(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    other = tuple(other)
-    for low, high in one:
-        for a, b in other:
-            if max(low, a) <= min(high, b):
-                yield max(low, a), min(high, b)
 
 
 def _number(schema: dict[str, Any]) -> Node:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import RequestError
@@ -36,6 +38,19 @@ def _is_text(value: object) -> bool:
 def choice_as_ebnf(source: str) -> str:
     """A grammar of these texts and no others."""
     return "root ::= " + " | ".join(_literal(text) for text in choices(source))
+
+
+@contextmanager
+def told_plainly(spec: GrammarSpec) -> Iterator[None]:
+    """What a library raises about what it was given is the caller's mistake. Raises: RequestError."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"the {spec.kind} cannot be used: {plain_error(error)}", param="structured_output"
+        ) from error
 
 
 def plain_error(error: Exception) -> str:

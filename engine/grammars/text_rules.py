@@ -142,9 +142,8 @@ class Network:
 
     def _characters(self, ranges: Ranges, start: int) -> int:
         end = self._state()
-        before: dict[tuple[ByteRanges, ...], int] = {
-            ((),): end
-        }  # what may be left of a character → the state before it
+        # What may be left of a character → the state before it.
+        before: dict[tuple[ByteRanges, ...], int] = {((),): end}
 
         def add(texts: Iterable[ByteRanges], state: int) -> None:
             rests: dict[tuple[int, int], list[ByteRanges]] = {}

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import xgrammar
 
-from ..errors import RequestError
 from ..grammar_session import CompiledGrammar, GrammarSpec
 from ..logit_rules import mask_of
 from ..schema_forms import schemas_within
 from .llguidance_backend import LlguidanceBackend
-from .sources import choice_as_ebnf, json_schema, plain_error
+from .sources import choice_as_ebnf, json_schema, told_plainly
 
 # Between two tokens of JSON. It can be blanks only (see below), of which a model that would break the line here needs no
 # more, and a second one that may come costs half of a mask's time again.
@@ -44,18 +43,12 @@ class XgrammarBackend:
 
     def compile_blocking(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises: RequestError."""
-        try:
+        with told_plainly(spec):
             if spec.kind == "regex" or (spec.kind == "json_schema" and _is_misread(json.loads(spec.source))):
                 if self._other is None:
                     self._other = LlguidanceBackend(*self._vocabulary)
                 return self._other.compile_blocking(spec)
             return XgrammarGrammar(self._compiled(spec), self._num_words, self._halves)
-        except RequestError:
-            raise
-        except Exception as error:  # of the library about what it was given
-            raise RequestError(
-                f"the {spec.kind} cannot be used: {plain_error(error)}", param="structured_output"
-            ) from error
 
     def _compiled(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         compiler = self._compiler

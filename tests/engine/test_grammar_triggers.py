@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slipstream.engine.errors import MisuseError, RequestError
-from slipstream.engine.grammar_session import GrammarSpec
-from slipstream.engine.grammar_triggers import MAX_LEAD, MAX_ROLLBACK, TriggeredBackend, read_triggers
+from slipstream.engine.grammar_session import MAX_ROLLBACK, GrammarSpec
+from slipstream.engine.grammar_triggers import MAX_LEAD, TriggeredBackend, read_triggers
 
 END, MARK = 256, 257
 BYTES = [bytes((byte,)) for byte in range(256)]

@@ -46,7 +46,7 @@ class Refuses:
         raise RequestError(f"the library was asked for the {spec.kind}", param="structured_output")
 
 
-BACKEND = AutomatonBackend(VOCABULARY, [END, OTHER_END], Refuses)
+BACKEND = AutomatonBackend(VOCABULARY, [END, OTHER_END], Refuses())
 
 
 def grammar(kind: str, source: str) -> CompiledGrammar:

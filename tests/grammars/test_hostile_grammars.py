@@ -27,7 +27,7 @@ class Refuses:
         raise RequestError(f"the library was asked for the {spec.kind}", param="structured_output")
 
 
-BACKEND = AutomatonBackend(VOCABULARY, [END], Refuses)
+BACKEND = AutomatonBackend(VOCABULARY, [END], Refuses())
 
 
 def grammar(kind: str, source: str = "") -> CompiledGrammar:

@@ -15,7 +15,6 @@ import pytest
 
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import GrammarSpec
-from slipstream.engine.grammars.automaton_backend import AutomatonBackend
 from slipstream.engine.schema_check import check_schema
 
 SUITE = os.environ.get("JSON_SCHEMA_SUITE")
@@ -28,14 +27,8 @@ VOCABULARY = [*(bytes((byte,)) for byte in range(256)), b""]
 
 
 @pytest.fixture(params=["xgrammar", "llguidance", "automaton"])
-def backend(request):
-    pytest.importorskip("llguidance" if request.param == "automaton" else request.param)
-    if request.param == "xgrammar":
-        from slipstream.engine.grammars.xgrammar_backend import XgrammarBackend as Backend
-    else:
-        from slipstream.engine.grammars.llguidance_backend import LlguidanceBackend as Backend
-    library = Backend(VOCABULARY, [END])
-    return AutomatonBackend(VOCABULARY, [END], lambda: library) if request.param == "automaton" else library
+def backend(request, backend_of):
+    return backend_of(request.param, VOCABULARY, [END])
 
 
 def takes(grammar, instance):

@@ -12,7 +12,6 @@ import pytest
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import GrammarSpec
 from slipstream.engine.grammar_triggers import TriggeredBackend
-from slipstream.engine.grammars.automaton_backend import AutomatonBackend
 from slipstream.engine.grammars.sources import plain_error
 
 END = 256
@@ -23,14 +22,8 @@ VOCABULARY = [*BYTES, b"", *MERGED, b"", b"", b""]
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance", "automaton"])
-def backend(request):
-    pytest.importorskip("llguidance" if request.param == "automaton" else request.param)
-    if request.param == "xgrammar":
-        from slipstream.engine.grammars.xgrammar_backend import XgrammarBackend as Backend
-    else:
-        from slipstream.engine.grammars.llguidance_backend import LlguidanceBackend as Backend
-    library = Backend(VOCABULARY, [END])
-    return AutomatonBackend(VOCABULARY, [END], lambda: library) if request.param == "automaton" else library
+def backend(request, backend_of):
+    return backend_of(request.param, VOCABULARY, [END])
 
 
 def spec(kind, source=""):

@@ -25,7 +25,7 @@ class Refuses:
         raise RequestError("the library was asked", param="structured_output")
 
 
-BACKEND = AutomatonBackend(VOCABULARY, [END], Refuses)
+BACKEND = AutomatonBackend(VOCABULARY, [END], Refuses())
 
 
 def takes(session: GrammarSession, text: bytes) -> bool:

@@ -28,7 +28,7 @@ class Refuses:
         raise RequestError(f"the library was asked for the {spec.kind}", param="structured_output")
 
 
-BACKEND = AutomatonBackend(BYTES, [END], Refuses)
+BACKEND = AutomatonBackend(BYTES, [END], Refuses())
 
 
 def compiled(schema: Any) -> CompiledGrammar:

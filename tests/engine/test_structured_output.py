@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import threading
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from slipstream import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.errors import MisuseError, Overloaded, RequestError, StepFailed
 from slipstream.engine.grammar_session import GrammarSpec
-from slipstream.engine.grammar_store import GrammarStore
+from slipstream.engine.grammar_store import YIELD_S, GrammarStore
 from slipstream.engine.scheduler import new_token_ratio
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.engine.text.tokenization import TextTokenizer
@@ -251,6 +252,22 @@ async def test_a_compilation_that_takes_too_long_is_refused_and_a_late_result_is
         await asyncio.sleep(0.005)
     await store.get(regex("a"))
     assert len(slow.specs) == 1
+    store.close()
+
+
+async def test_a_compilation_lets_the_event_loop_go_on_soon():
+    usual, seen = sys.getswitchinterval(), []
+
+    class Watches:
+        def compile_blocking(self, spec):
+            seen.append(sys.getswitchinterval())
+            raise RequestError("no", param="structured_output")
+
+    store = GrammarStore(Watches)
+    with pytest.raises(RequestError, match="no"):
+        await store.get(regex("a"))
+    assert seen == [pytest.approx(YIELD_S)]
+    assert sys.getswitchinterval() == usual, "also where it fails"
     store.close()
 
 

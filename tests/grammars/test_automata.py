@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.errors import RequestError
 from slipstream.engine.grammar_session import CompiledGrammar, GrammarSession, GrammarSpec
-from slipstream.engine.grammars import automaton, text_rules
+from slipstream.engine.grammars import automaton, text_rules, token_trie
 from slipstream.engine.grammars.automaton_backend import AutomatonBackend
 from slipstream.engine.grammars.patterns import gbnf_rules, regex_rules
 from slipstream.engine.grammars.text_rules import Network, Unsupported, utf8_ranges
@@ -139,6 +139,16 @@ def test_every_mask_on_the_way_is_exact(pattern):
             session.accept(chance.choice(sorted(allowed(session))))
             if session.is_over:
                 break
+
+
+def test_masks_are_exact_whether_loops_are_kept_or_made_again(monkeypatch):
+    monkeypatch.setattr(token_trie, "MAX_LOOPS", 1)
+    compiled = [grammar("regex", pattern) for pattern in ("[a-z]+ [a-zü]+", "[^b]*b[^,]*", "[a-y]*z[a-z]*")]
+    sessions = [each.session() for each in compiled]
+    for _ in range(3):
+        for session in sessions:
+            assert_masks_are_exact(session)
+            assert session.accept(ord("a"))
 
 
 def test_random_expressions_mean_what_they_mean_to_the_standard_library():

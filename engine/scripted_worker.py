@@ -38,9 +38,7 @@ class Script:
 
     step_time_s: float | None = None
     cost_s: Callable[[ScheduleBatch], float] | None = None
-    token_of: TokenOf | None = (
-        None  # (seed, history) → id; by default a hash of both that never says 0, a usual end of text
-    )
+    token_of: TokenOf | None = None  # (seed, history) → id; by default a hash of both, but never 0, a usual end of text
     launch_cost_s: float = 0.0  # the loop thread is busy that long in each launch
     late_turns: Callable[[int], int] = lambda step: 0  # turns of the loop by which a step's results come late
     launch_faults: frozenset[int] = frozenset()  # these launches raise

@@ -1,13 +1,18 @@
 """One matrix product of a decode step with the small operations around it, in as few kernels as pay."""
 
+from functools import cache
+
 import torch
 
 from .gemv import gemv
-from .matrix_choice import Gemv, Library, Resident, choose
+from .matrix_choice import Gemv, Library, Resident, Wgmma, choose
 from .resident_gemm import resident_gemm
 from .rmsnorm import rmsnorm
 from .silu_mul import silu_mul
 from .small_gemm import SplitWorkspace, small_gemm
+from .wgmma_tiles import choose_tile
+
+_ROWS_AT_ONCE = 2048
 
 
 def linear(
@@ -29,7 +34,7 @@ def linear(
     rows, width = x.shape
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     splittable = workspace.partial.numel() >= 4 * 64 * features
-    choice = choose(features, width, rows, gated=gated, splittable=splittable)
+    choice = choose(features, width, rows, gated=gated, splittable=splittable, has_wgmma=_has_wgmma())
     adds = add_to is not None
     if isinstance(choice, Gemv):
         return gemv(x, weight, out=add_to, norm=norm, eps=eps, silu_mul=gated, add=adds, num_warps=choice.num_warps)
@@ -38,8 +43,42 @@ def linear(
         x = rmsnorm(x, norm, eps)
     if isinstance(choice, Resident):
         return resident_gemm(x, weight, choice.config, out=add_to, norm=fused_norm, eps=eps, silu_mul=gated, add=adds)
+    if isinstance(choice, Wgmma):
+        from .wgmma_gemm import wgmma_gemm  # it needs a library that machines without CUDA lack
+
+        return wgmma_gemm(x, weight, choice.config, out=add_to, silu_mul=gated, add=adds)
     if not isinstance(choice, Library):
         return small_gemm(x, weight, choice.config, workspace=workspace, out=add_to, silu_mul=gated, add=adds)
     if gated:
         return silu_mul(torch.mm(x, weight.t()))
     return torch.mm(x, weight.t()) if add_to is None else add_to.addmm_(x, weight.t())
+
+
+def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)` for any number of tokens.
+
+    Shapes: x [T, K]; weight [2 F, K], the gate half first → [T, F].
+    """
+    features = weight.shape[0] // 2
+    tile = choose_tile(features, x.shape[1], x.shape[0], gated=True) if _has_wgmma() else None
+    if tile is None:
+        return silu_mul(torch.mm(x, weight.t()))
+    from .wgmma_gemm import wgmma_gemm
+
+    out = torch.empty((x.shape[0], features), dtype=x.dtype, device=x.device)
+    # By rows that stay in the L2 while all of W passes.
+    for rows, target in zip(x.split(_ROWS_AT_ONCE), out.split(_ROWS_AT_ONCE), strict=True):
+        wgmma_gemm(rows, weight, tile, out=target, silu_mul=True)
+    return out
+
+
+@cache
+def _has_wgmma() -> bool:
+    """Whether the device is a Hopper, and CUDA C++ can be compiled for it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    try:
+        from .nvrtc_kernel import is_usable
+    except ImportError:
+        return False
+    return is_usable()

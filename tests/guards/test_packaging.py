@@ -20,6 +20,7 @@ ROOT = Path(next(iter(slipstream.__path__))).resolve()
 ROOMS = ("engine", "streams", "http", "profiling")
 PUBLIC_NAMES = ["Completion", "Delta", "Engine", "EngineConfig", "SamplingParams", "__version__"]
 IMPORT_NAMES = {
+    "cuda-bindings": "cuda",
     "flashinfer-python": "flashinfer",
     "huggingface-hub": "huggingface_hub",
     "prometheus-client": "prometheus_client",

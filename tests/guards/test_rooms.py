@@ -38,7 +38,7 @@ PUBLIC_ENGINE = tuple(
 HOST_LIBRARIES = {"tokenizers", "jinja2", "orjson"}
 TENSOR_LIBRARIES = {
     "torch", "triton", "flashinfer", "xgrammar", "llguidance", "numpy", "safetensors", "gguf", "tokenizers", "transformers",
-    "huggingface_hub",
+    "huggingface_hub", "cuda",
 }  # fmt: skip
 HTTP_LIBRARIES = {"starlette", "uvicorn", "httptools", "uvloop", "anyio", "pydantic", "orjson", "prometheus_client"}
 

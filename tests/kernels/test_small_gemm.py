@@ -116,18 +116,32 @@ def test_linear_equals_float64_whatever_kernel_it_chooses(rows, features, width)
         torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_choice_covers_every_shape_of_the_two_models():
+def chosen(features, width, rows, *, gated, has_wgmma):
+    choice = choose(features, width, rows, gated=gated, splittable=features <= 4096, has_wgmma=has_wgmma)
+    return type(choice).__name__
+
+
+MODEL_SHAPES = (
+    (4096, 1024, False),
+    (3072, 1024, True),
+    (14336, 4096, True),
+    (4096, 14336, False),
+    (151936, 1024, False),
+)
+
+
+@pytest.mark.parametrize("has_wgmma", [False, True])
+def test_the_choice_covers_every_shape_of_the_two_models(has_wgmma):
     kinds = {
-        (features, rows): type(choose(features, width, rows, gated=gated, splittable=features <= 4096)).__name__
-        for features, width, gated in (
-            (4096, 1024, False),
-            (3072, 1024, True),
-            (14336, 4096, True),
-            (151936, 1024, False),
-        )
-        for rows in (1, 8, 64, 65)
+        (features, width, rows): chosen(features, width, rows, gated=gated, has_wgmma=has_wgmma)
+        for features, width, gated in MODEL_SHAPES
+        for rows in (1, 8, 32, 64, 65, 256)
     }
-    assert {kind for (_, rows), kind in kinds.items() if rows == 1} == {"Gemv"}
-    assert {kind for (_, rows), kind in kinds.items() if rows == 64} == {"Streamed"}
-    assert kinds[4096, 8] == kinds[3072, 8] == "Resident"
-    assert kinds[14336, 8] == kinds[151936, 8] == "Streamed"
+    assert {kind for (*_, rows), kind in kinds.items() if rows == 1} == {"Gemv"}
+    assert kinds[4096, 1024, 8] == kinds[3072, 1024, 8] == "Resident"
+    assert kinds[14336, 4096, 8] == kinds[14336, 4096, 32] == kinds[151936, 1024, 64] == "Streamed"
+    many = {kind for (*_, rows), kind in kinds.items() if rows == 65}
+    assert many == ({"Wgmma", "Library"} if has_wgmma else {"Library"})
+    assert kinds[4096, 1024, 32] == ("Wgmma" if has_wgmma else "Streamed")
+    assert kinds[14336, 4096, 256] == ("Wgmma" if has_wgmma else "Library")
+    assert kinds[4096, 14336, 256] == kinds[151936, 1024, 256] == "Library"

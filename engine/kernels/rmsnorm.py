@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""RMSNorm, alone and fused with the residual add before it."""
+"""RMSNorm by row."""
 
 import torch
 import triton
@@ -11,8 +11,7 @@ from .dependent_launch import DEPENDENT, release_dependents, wait_for_inputs
 
 @triton.jit
 def _rmsnorm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, out_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, x_stride, out_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -21,33 +20,9 @@ def _rmsnorm_kernel(
     wait_for_inputs(PDL)
     release_dependents(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * residual_stride + column, rounded, mask=inside)
-        # The norm is taken of what the residual stream holds, so that a later reader sees the same numbers.
-        x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * out_stride + column, normed * weight, mask=inside)
-
-
-def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
-) -> torch.Tensor:
-    rows, width = x.shape
-    if out is None:
-        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return out
-    added = x if residual is None else residual
-    block = triton.next_power_of_2(width)
-    _rmsnorm_kernel[(rows,)](
-        x, added, weight, out, x.stride(0), added.stride(0), out.stride(0), eps,
-        WIDTH=width, BLOCK=block, ADD=residual is not None, PDL=DEPENDENT,
-        num_warps=min(8, max(1, block // 512)), launch_pdl=DEPENDENT,
-    )  # fmt: skip
-    return out
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,14 +30,14 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Ten
 
     Shapes: x [T, H] (rows may be strided), weight [H], out [T, H]; returns out.
     """
-    return _launch(x, None, weight, eps, out)
-
-
-def add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Adds `x` to `residual` in place and returns the RMSNorm of the sum. `out` may be `x`.
-
-    Shapes: x, residual, out [T, H] (rows may be strided), weight [H].
-    """
-    return _launch(x, residual, weight, eps, out)
+    rows, width = x.shape
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    block = triton.next_power_of_2(width)
+    _rmsnorm_kernel[(rows,)](
+        x, weight, out, x.stride(0), out.stride(0), eps, WIDTH=width, BLOCK=block, PDL=DEPENDENT,
+        num_warps=min(8, max(1, block // 512)), launch_pdl=DEPENDENT,
+    )  # fmt: skip
+    return out

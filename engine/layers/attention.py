@@ -66,10 +66,9 @@ class Attention(nn.Module):
         """The first half, which writes the pool. Shapes: [T, hidden] → [T, Hq, D]."""
         return ctx.attention.forward(self._rotate_and_store(self.qkv(x), rotation, ctx), self.layer)
 
-    def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """The other half, token by token. Shapes: [T, Hq, D] → [T, hidden]."""
-        out: torch.Tensor = self.o(attended.view(-1, self.q_size))
-        return out
+    def project(self, attended: torch.Tensor, residual: torch.Tensor) -> None:
+        """The other half, token by token, added to `residual` in place. Shapes: [T, Hq, D], [T, hidden]."""
+        self.o.add_product(attended.view(-1, self.q_size), residual)
 
     def _rotate_and_store(self, qkv: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """Rotate q and k, write k and v to their slots, return q [T, Hq, D], in `ctx.queries` if there are any."""

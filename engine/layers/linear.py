@@ -59,10 +59,25 @@ class Linear(nn.Module):
         if not keep_weight:
             self.weight.data = weight.new_empty((0, weight.shape[1]))
 
+    @property
+    def is_bucketed(self) -> bool:
+        """Whether products are cut into row buckets."""
+        return self._row_bucket is not None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._row_bucket is not None:
             return self._forward_in_buckets(x, self._row_bucket)
         return self._multiply(x)
+
+    def add_product(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add `x @ weight.T + bias` to `residual` in place. Shapes: x [T, in_features], residual [T, out_features].
+
+        In one product where the library can: it reads and writes the residual while it computes.
+        """
+        if self.bias is None and self._packed is None and self._row_bucket is None:
+            residual.addmm_(x, self.weight.t())
+        else:
+            residual.add_(self(x))
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:

@@ -20,7 +20,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one product. Shapes: [T, hidden] → [T, hidden]."""
+    """`down(silu(gate(x)) * up(x))` with gate and up in one product."""
 
     def __init__(self, hidden: int, inner: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -28,10 +28,13 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device)
         self.down = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
         self._silu_mul: Callable[[torch.Tensor], torch.Tensor] = silu_mul
+        self._gated_product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         if is_fused(device, dtype):
+            from ..kernels.linear import gated_product
             from ..kernels.silu_mul import silu_mul as fused_silu_mul
 
             self._silu_mul = fused_silu_mul
+            self._gated_product = None if bias else gated_product
 
     def weight_targets(self) -> Mapping[str, WeightTarget]:
         """Checkpoint names below the block's prefix."""
@@ -45,6 +48,10 @@ class GatedMLP(nn.Module):
             targets[f"down_proj.{leaf}"] = WeightTarget(param=down)
         return targets
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down(self._silu_mul(self.gate_up(x)))
-        return down
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add what the block makes of `x` to `residual` in place. Shapes: both [T, hidden]."""
+        if self._gated_product is None or self.gate_up.is_bucketed:
+            activated = self._silu_mul(self.gate_up(x))
+        else:
+            activated = self._gated_product(x, self.gate_up.weight)
+        self.down.add_product(activated, residual)

@@ -22,22 +22,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._eps = torch.full((), eps, dtype=torch.float32, device=device)
         self._norm: Callable[..., torch.Tensor] | None = None
-        self._add_norm: Callable[..., torch.Tensor] | None = None
         if is_fused(device, dtype):
-            from ..kernels.rmsnorm import add_rmsnorm, rmsnorm
+            from ..kernels.rmsnorm import rmsnorm
 
-            self._norm, self._add_norm = rmsnorm, add_rmsnorm
+            self._norm = rmsnorm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._norm is not None:
             return self._norm(x, self.weight, self.eps)
         return rms_norm(x, self.weight, self._eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Add `x` to `residual` in place and return the norm of the sum. Shapes: x, residual [T, size]. `x` is given up."""
-        if self._add_norm is not None:
-            return self._add_norm(x, residual, self.weight, self.eps, out=x)
-        return rms_norm(residual.add_(x), self.weight, self._eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:

@@ -51,25 +51,18 @@ class DecoderLayer(nn.Module):
             **{f"mlp.{name}": target for name, target in self.mlp.weight_targets().items()},
         }
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, ctx: ForwardContext
-    ) -> torch.Tensor:
-        """Take what the layer before has not yet added (`x`; None for the first layer), update `residual` in place,
-        return the same.
-        """
-        return self.finish(self.attend(x, residual, rotation, ctx), residual)
+    def forward(self, residual: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> None:
+        """Update `residual` [T, hidden] in place."""
+        self.finish(self.attend(residual, rotation, ctx), residual)
 
-    def attend(
-        self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def attend(self, residual: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """The part that needs all tokens. Shapes: → [T, Hq, D]."""
-        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
-        return self.attention.attend(normed, rotation, ctx)
+        return self.attention.attend(self.input_norm(residual), rotation, ctx)
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> None:
         """The part that computes a token by itself."""
-        out: torch.Tensor = self.mlp(self.mlp_norm.add(self.attention.project(attended), residual))
-        return out
+        self.attention.project(attended, residual)
+        self.mlp(self.mlp_norm(residual), residual)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -123,19 +116,18 @@ class LlamaForCausalLM(nn.Module):
         """Compute one step as far as its tokens need each other: write its KV, stop behind the last attention."""
         residual = self._embed(ctx)
         rotation = self.rotary.at(ctx.positions)
-        x: torch.Tensor | None = None
         for layer in self.stack[:-1]:
-            x = layer(x, residual, rotation, ctx)
-        return TokenStates(residual=residual, attended=self.stack[-1].attend(x, residual, rotation, ctx))
+            layer(residual, rotation, ctx)
+        return TokenStates(residual=residual, attended=self.stack[-1].attend(residual, rotation, ctx))
 
     def hidden(self, states: TokenStates, indices: torch.Tensor | slice) -> torch.Tensor:
         """The residual stream of some tokens of a step before the last norm, on its own. Shapes: indices [S] int, or a slice
         of S → [S, hidden].
         """
         residual = _rows_of(states.residual, indices)
-        if states.attended is None:
-            return residual
-        return residual.add_(self.stack[-1].finish(_rows_of(states.attended, indices), residual))
+        if states.attended is not None:
+            self.stack[-1].finish(_rows_of(states.attended, indices), residual)
+        return residual
 
     def logits(self, states: TokenStates, indices: torch.Tensor) -> torch.Tensor:
         """Logits of some tokens of a step. Shapes: indices [S] int → [S, vocab] of the model's dtype."""

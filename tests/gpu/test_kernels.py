@@ -41,14 +41,11 @@ def cos_sin_table(length, head_dim):
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1024), (7, 4096), (300, 576)])
 def test_norms_and_activation_equal_float64(tokens, width):
-    from slipstream.engine.kernels.rmsnorm import add_rmsnorm, rmsnorm
+    from slipstream.engine.kernels.rmsnorm import rmsnorm
     from slipstream.engine.kernels.silu_mul import silu_mul
 
-    x, residual, weight = randn(tokens, width), randn(tokens, width), randn(width)
+    x, weight = randn(tokens, width), randn(width)
     assert_near(rmsnorm(x, weight, EPS), normed(x.double(), weight))
-    total = (x.double() + residual.double()).to(torch.bfloat16)
-    assert_near(add_rmsnorm(x, residual, weight, EPS), normed(total.double(), weight))
-    assert torch.equal(residual, total)
     pair = randn(tokens, 2 * width)
     gate, up = pair.double().chunk(2, -1)
     assert_near(silu_mul(pair), torch.nn.functional.silu(gate) * up)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from slipstream.engine.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from slipstream.engine.kernels.linear import gated_product
+from slipstream.engine.kernels.rmsnorm import rmsnorm
 from slipstream.engine.kernels.rope_kv_write import rope_kv_write
 from slipstream.engine.kernels.silu_mul import silu_mul
 from slipstream.engine.kernels.step_prologue import empty_step_inputs, step_prologue
@@ -34,14 +35,6 @@ def test_rmsnorm_reads_strided_rows_and_writes_into_out():
     x, weight, out = torch.randn(4, 200)[:, :96], torch.randn(96), torch.full((4, 96), float("nan"))
     assert rmsnorm(x, weight, EPS, out=out) is out
     torch.testing.assert_close(out.double(), reference_norm(x, weight), rtol=1e-5, atol=1e-5)
-
-
-def test_add_rmsnorm_leaves_the_sum_in_the_residual():
-    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
-    expected = x.double() + residual.double()
-    out = add_rmsnorm(x, residual, weight, EPS)
-    torch.testing.assert_close(residual.double(), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.double(), reference_norm(expected, weight), rtol=1e-5, atol=1e-5)
 
 
 def test_no_rows_launch_nothing():
@@ -117,3 +110,10 @@ def test_the_step_prologue_derives_every_input_and_pads_to_row_zero(page_size):
 def test_the_step_prologue_wants_embedding_and_hidden_together():
     with pytest.raises(ValueError, match="go together"):
         step_prologue(*[torch.zeros(1)] * 5, 1, empty_step_inputs(1, "cpu"), embedding=torch.zeros(1, 1))
+
+
+def test_a_gated_product_is_the_gate_s_silu_times_the_up_half():
+    x, weight = torch.randn(6, 32), torch.randn(2 * 24, 32) / 6
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(gated_product(x, weight).double(), expected, rtol=1e-4, atol=1e-5)

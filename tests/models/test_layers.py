@@ -69,10 +69,10 @@ def test_a_packed_weight_replaces_the_plain_one_unless_an_embedding_shares_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_agrees_with_float64_alone_and_behind_the_residual_add(dtype):
+def test_the_norm_agrees_with_float64(dtype):
     norm = RMSNorm(72, 1e-5, dtype=dtype, device=CPU)
     norm.weight.uniform_(0.5, 1.5)
-    x, residual = rows(9, 72, dtype) * 3, rows(9, 72, dtype).flip(0)
+    x = rows(9, 72, dtype) * 3
 
     def expected(value):
         wide = value.double()
@@ -81,10 +81,6 @@ def test_the_norm_agrees_with_float64_alone_and_behind_the_residual_add(dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     assert torch.allclose(norm(x).double(), expected(x), atol=tolerance)
     assert torch.allclose(norm(x.view(3, 3, 72)).view(9, 72), norm(x))
-    total = residual + x
-    got = norm.add(x.clone(), residual)
-    assert torch.equal(residual, total)
-    assert torch.allclose(got.double(), expected(total), atol=tolerance)
 
 
 def test_rotation_turns_pairs_by_position_and_keeps_their_length():
@@ -99,3 +95,20 @@ def test_rotation_turns_pairs_by_position_and_keeps_their_length():
             after = before * torch.exp(torch.tensor(1j * angle))
             assert torch.allclose(turned[token, :, pair], after.real, atol=1e-5)
             assert torch.allclose(turned[token, :, pair + 4], after.imag, atol=1e-5)
+
+
+@pytest.mark.parametrize("row_bucket", [None, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_added_to_the_residual_in_place(bias, row_bucket):
+    linear = Linear(24, 40, bias=bias, dtype=torch.float32, device=CPU)
+    for parameter in linear.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    x, residual = rows(9, 24, torch.float32), rows(9, 40, torch.float32)
+    expected = residual.double() + torch.nn.functional.linear(
+        x.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double()
+    )
+    memory = residual.data_ptr()
+    linear.finish(row_bucket=row_bucket)
+    linear.add_product(x, residual)
+    assert residual.data_ptr() == memory
+    torch.testing.assert_close(residual.double(), expected, rtol=1e-5, atol=1e-5)

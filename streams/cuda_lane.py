@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -13,36 +13,13 @@ from .cores import usable_cores
 from .errors import MisuseError
 from .fence import Fence
 from .hold import Hold, HoldList
+from .stream_ring import distinct_streams
 from .ticket import Ticket
 from .wake import Completion, EventWaiter, LaunchHostFunc, ThreadWaiter
 
 T = TypeVar("T")
 
 _CORES_TO_SPIN = 4
-_MAX_POOL_STREAMS = 32  # torch hands streams out of a ring of this size per device and priority
-
-
-def distinct_streams(
-    count: int, device: torch.device, *, taken: Iterable[torch.cuda.Stream] = ()
-) -> list[torch.cuda.Stream]:
-    """`count` streams of `device` whose raw handles differ from each other, from `taken` and the default stream.
-
-    torch's ring of streams wraps, so two new `Stream` objects may be one stream. Raises MisuseError if the ring has
-    not enough.
-    """
-    handles = {stream.cuda_stream for stream in taken}
-    handles.add(torch.cuda.default_stream(device).cuda_stream)
-    streams: list[torch.cuda.Stream] = []
-    for _ in range(2 * _MAX_POOL_STREAMS):
-        if len(streams) == count:
-            return streams
-        stream = torch.cuda.Stream(device)
-        if stream.cuda_stream not in handles:
-            handles.add(stream.cuda_stream)
-            streams.append(stream)
-    if len(streams) == count:
-        return streams
-    raise MisuseError(f"torch has no {count} distinct streams left (it has {_MAX_POOL_STREAMS} a device)")
 
 
 class EventPool:

@@ -12,8 +12,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from .cuda_lane import distinct_streams
 from .errors import MisuseError
+from .stream_ring import distinct_streams
 from .tensor_tree import copy_into
 
 T = TypeVar("T")

@@ -133,7 +133,8 @@ def _on_cuda(
     config: EngineConfig, runner: ModelRunner, placement: Placement, stage: Stage, ring: StagingRing, num_ids: int
 ) -> DeviceBuild:
     """Two streams, a sampler of kernels, and graphs for what can be captured."""
-    from ...streams.cuda_lane import CudaLane, distinct_streams
+    from ...streams.cuda_lane import CudaLane
+    from ...streams.stream_ring import distinct_streams
     from .cuda_step import CudaStep
     from .graph_build import build_cuda_parts
 

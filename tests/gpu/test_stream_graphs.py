@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from slipstream.streams.breakable_graph import BreakableGraph, GraphBreaks
-from slipstream.streams.cuda_lane import CudaLane, distinct_streams
+from slipstream.streams.cuda_lane import CudaLane
 from slipstream.streams.graph import CapturedGraph, GraphPool
+from slipstream.streams.stream_ring import distinct_streams
 
 pytestmark = pytest.mark.gpu
 

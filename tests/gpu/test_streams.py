@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from slipstream.streams.cuda_lane import CudaLane, cuda_host_func_launcher, distinct_streams
+from slipstream.streams.cuda_lane import CudaLane, cuda_host_func_launcher
 from slipstream.streams.errors import MisuseError
 from slipstream.streams.hold import Hold
 from slipstream.streams.host_lane import HostLane
 from slipstream.streams.relay import Relay
 from slipstream.streams.staging import StagingRing
+from slipstream.streams.stream_ring import distinct_streams
 from slipstream.streams.wake import EventWaiter, HostFuncWaiter, ThreadWaiter
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +48,16 @@ def test_lanes_never_share_a_raw_stream_although_torch_hands_streams_out_in_a_ri
     assert len(handles) == 33
     with pytest.raises(MisuseError):
         distinct_streams(1, CUDA, taken=[*first, *second])
+
+
+def test_streams_that_nobody_has_any_more_are_lent_again() -> None:
+    first = distinct_streams(2, CUDA)
+    handles = {stream.cuda_stream for stream in first}
+    assert handles.isdisjoint(stream.cuda_stream for stream in distinct_streams(2, CUDA))
+    del first
+    gc.collect()
+    free = distinct_streams(20, CUDA)
+    assert handles <= {stream.cuda_stream for stream in free}
 
 
 def test_a_fence_passes_with_its_work_and_its_event_is_used_again() -> None:

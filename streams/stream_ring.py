@@ -1,0 +1,93 @@
+"""CUDA streams that differ from one another, used again once nobody has them any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Final, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+
+from .errors import MisuseError
+
+_SIZE: Final = 32
+"""torch hands streams out of a ring of this size per device and priority."""
+
+
+class HasHandle(Protocol):
+    """A stream, as far as the ring looks at it."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The raw handle."""
+        ...
+
+
+S = TypeVar("S", bound=HasHandle)
+
+
+class StreamRing(Generic[S]):
+    """Lends the streams of one device. A stream is lent for as long as the object lives that `take` returned.
+
+    cuBLAS keeps 64 MiB for every stream that it ever ran on: engines that start and stop in one process shall run on the same
+    few. `draw` makes the next stream of torch's ring, which may be one that is known already; `again` a second object for one.
+    """
+
+    def __init__(self, draw: Callable[[], S], again: Callable[[S], S]) -> None:
+        self._draw = draw
+        self._again = again
+        self._known: dict[int, S] = {}
+        self._lent: WeakValueDictionary[int, S] = WeakValueDictionary()
+
+    def take(self, count: int, *, avoided: Iterable[int] = ()) -> list[S]:
+        """`count` streams whose handles differ from each other and from `avoided`: free ones that were used before, else new
+        ones, else some that are lent already. Raises MisuseError if the ring has not enough.
+        """
+        gone = set(avoided)
+        streams: list[S] = []
+        for handle in self._candidates():
+            if len(streams) == count:
+                break
+            if handle not in gone:
+                gone.add(handle)
+                streams.append(self._again(self._known[handle]))
+        if len(streams) < count:
+            raise MisuseError(f"torch has no {count} distinct streams left (it has {_SIZE} a device)")
+        for stream in streams:
+            self._lent[id(stream)] = stream
+        return streams
+
+    def _candidates(self) -> Iterable[int]:
+        """Handles, the best first."""
+        lent = {stream.cuda_stream for stream in self._lent.values()}
+        yield from [handle for handle in self._known if handle not in lent]
+        for _ in range(2 * _SIZE):
+            stream = self._draw()
+            if stream.cuda_stream not in self._known:
+                self._known[stream.cuda_stream] = stream
+                yield stream.cuda_stream
+        yield from [handle for handle in self._known if handle in lent]
+
+
+def distinct_streams(
+    count: int, device: torch.device, *, taken: Iterable[torch.cuda.Stream] = ()
+) -> list[torch.cuda.Stream]:
+    """`count` streams of `device` whose raw handles differ from each other, from `taken` and the default stream.
+
+    torch's ring of streams wraps, so two new `Stream` objects may be one stream. Raises MisuseError if the ring has
+    not enough.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    default = torch.cuda.default_stream(device).cuda_stream
+    return _ring(index).take(count, avoided=[default, *(stream.cuda_stream for stream in taken)])
+
+
+@cache
+def _ring(index: int) -> StreamRing[torch.cuda.Stream]:
+    def again(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        return torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    return StreamRing(lambda: torch.cuda.Stream(torch.device("cuda", index)), again)

@@ -1,6 +1,6 @@
-"""What a step's requests change of their logits, applied on the device by torch operations of fixed kinds.
+"""What a step's requests change of their logits, applied on the device by operations of fixed kinds.
 
-Nothing here is compiled on first use, and nothing waits for the device.
+Nothing here is compiled once the worker is warm, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class LogitChanges:
             forbidden = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
             logits.index_put_((out_rows.long(), out_ids.long()), forbidden)
         if self.widths[7]:
-            at_rows = mask_rows.long()
-            allowed = unpacked(masks.view(len(at_rows), -1), logits.shape[1])
-            logits.index_copy_(0, at_rows, logits.index_select(0, at_rows).masked_fill_(~allowed, float("-inf")))
+            _apply_masks(logits, mask_rows, masks.view(len(mask_rows), -1))
         return self._processed(logits)
 
     def _processed(self, logits: torch.Tensor) -> dict[int, str]:
@@ -119,6 +117,18 @@ class LogitChanges:
             except Exception as error:
                 failed[row.index] = f"a logits processor failed: {error}"
         return failed
+
+
+def _apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Rule out what the masks do not allow. Shapes: logits [S, vocab]; rows [r] int32; masks [r, words] int32."""
+    if logits.is_cuda:
+        from ..kernels.id_masks import apply_id_masks
+
+        apply_id_masks(logits, rows, masks)
+        return
+    at = rows.long()
+    allowed = unpacked(masks, logits.shape[1])
+    logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(~allowed, float("-inf")))
 
 
 def unpacked(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -302,3 +302,18 @@ def test_a_captured_layer_of_dependent_launches_repeats_the_eager_result_exactly
         gate, up = (normed(x, norm) @ gate_up.double().T).chunk(2, -1)
         x = x + (torch.nn.functional.silu(gate) * up) @ down.double().T
     assert_near(final, normed(x, layers[0][2]), 5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab", [300, 151_936])
+def test_masks_rule_out_every_id_whose_bit_is_not_set(vocab, dtype):
+    from slipstream.engine.kernels.id_masks import apply_id_masks
+    from slipstream.engine.sampling.logit_changes import unpacked
+
+    block = torch.randint(-(1 << 31), 1 << 31, (3 + 3 * (-(-vocab // 32)),), device=CUDA).to(torch.int32)
+    rows, masks = ints([5, 0, 2]), block[3:].view(3, -1)  # a slice that is aligned to nothing
+    logits = randn(7, vocab + 5, dtype=dtype)[:, :vocab]
+    expected = logits.clone()
+    expected[rows.long()] = expected[rows.long()].masked_fill(~unpacked(masks, vocab), float("-inf"))
+    apply_id_masks(logits, rows, masks)
+    assert torch.equal(logits, expected)

@@ -1,4 +1,4 @@
-// y = x @ W.T on Hopper.
+// y = x @ W.T on Hopper. Behind hopper.cuh.
 //
 // A CTA computes tiles of y, each of BM rows of x and BN rows of W. Its first warpgroup is the producer: one thread of it sends
 // for tiles of W and of x by the bulk copy engine, through a ring of stages in shared memory. Each further warpgroup multiplies
@@ -18,14 +18,6 @@
 // there), BFLOAT16 (else float16), and WGMMA(acc, x, w, accumulate), the instruction for 64 rows of x, BN rows of W and 16
 // of K.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
-
 constexpr int BK = 64;  // 128 bytes: the width of a swizzled row
 constexpr int BM = 64 * ROW_GROUPS;
 constexpr int CLUSTER = BLOCKS * SPLIT;
@@ -41,107 +33,6 @@ constexpr int UP = SILU ? BN / 4 : 0;  // from a gate's sum to that of its up
 constexpr int SUM_STRIDE = BN + 8;  // floats; the 8 spread a quad's rows over the banks
 constexpr int CONSUMER_REGISTERS = ROW_GROUPS == 1 ? 248 : ROW_GROUPS == 2 ? 232 : ROW_GROUPS == 3 ? 160 : 112;
 constexpr int PRODUCER_REGISTERS = ROW_GROUPS <= 2 ? 40 : 24;
-// Cache policies of the copy engine.
-constexpr u64 EVICT_NORMAL = 0x1000000000000000ull;
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
-constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-
-// All CTAs of the cluster have come here; what they wrote to shared memory is visible.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// The same without a promise about memory, which would wait for every store to get home.
-__device__ __forceinline__ void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.relaxed;\n barrier.cluster.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void release_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    }
-}
-
-__device__ __forceinline__ void arrive_at_peer(u32 barrier, u32 rank) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier, rank)) : "memory");
-}
-
-__device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int k, int row, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-        "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
-__device__ __forceinline__ void load_tile_for_all(
-    u32 target, const TensorMap* map, int k, int row, u32 barrier, u64 policy, u16 peers) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(target),
-        "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(peers), "l"(policy)
-        : "memory");
-}
-
-// An operand of 128-byte rows whose 16-byte parts are swizzled in groups of eight rows, as the copy engine leaves them.
-__device__ __forceinline__ u64 operand(u32 address) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
-__device__ __forceinline__ u32 to_pair(float low, float high) {
-    u32 pair;
-#if BFLOAT16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-    return pair;
-}
-
-__device__ __forceinline__ float2 from_pair(u32 pair) {
-#if BFLOAT16
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
-#else
-    float2 both;
-    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}"
-        : "=f"(both.x), "=f"(both.y)
-        : "r"(pair));
-    return both;
-#endif
-}
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
 
@@ -216,12 +107,6 @@ struct Consumer {
           column(lane % 4 * 2) {}
 };
 
-// No instruction that touches a sum moves past this.
-__device__ __forceinline__ void pin(float (&acc)[BN / 2]) {
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
 // One tile's sums, from the steps `step` and on; returns the step behind them.
 __device__ __forceinline__ int multiply(float (&acc)[BN / 2], const Ring& ring, int step, const Consumer& me, int split) {
     for (int inner = 0; inner < STEPS; ++inner, ++step) {
@@ -229,19 +114,19 @@ __device__ __forceinline__ int multiply(float (&acc)[BN / 2], const Ring& ring, 
         wait_barrier(ring.full(stage), (step / STAGES) & 1);
         const u64 x = operand(ring.x(stage) + me.row_group * 64 * 128), w = operand(ring.w(stage));
         pin(acc);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        begin_products();
         WGMMA(acc, x, w, inner != 0);  // 16 of K are 32 bytes, two units of an operand's address
         WGMMA(acc, x + 2, w + 2, 1);
         WGMMA(acc, x + 4, w + 4, 1);
         WGMMA(acc, x + 6, w + 6, 1);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        end_products();
         if (inner > 0) {
             // The step before this one has been read: its stage may be filled again.
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            wait_for_products<1>();
             if (me.lane < BLOCKS) arrive_at_peer(ring.empty((step - 1) % STAGES), split * BLOCKS + me.lane);
         }
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wait_for_products<0>();
     pin(acc);
     if (me.lane < BLOCKS) arrive_at_peer(ring.empty((step - 1) % STAGES), split * BLOCKS + me.lane);
     return step;
@@ -276,7 +161,7 @@ __device__ __forceinline__ void store(
 // The first half of a split sum's end: each CTA leaves its part in its own shared memory.
 __device__ __forceinline__ void keep(const float (&acc)[BN / 2], float* sums, const Consumer& me) {
     // All warpgroups of this CTA have read their last stage: the ring's memory takes the sums.
-    asm volatile("bar.sync 1, %0;" ::"n"(128 * ROW_GROUPS) : "memory");
+    meet<128 * ROW_GROUPS>();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float* target = sums + (me.row + 8 * half) * SUM_STRIDE + me.column;
@@ -299,9 +184,7 @@ __device__ __forceinline__ void add_up(
         float4 part[SPLIT];
 #pragma unroll
         for (int other = 0; other < SPLIT; ++other) {
-            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(part[other].x), "=f"(part[other].y), "=f"(part[other].z), "=f"(part[other].w)
-                         : "r"(peer_address(mine, other * BLOCKS + block)));
+            part[other] = load_from_peer(mine, other * BLOCKS + block);
         }
         float4 sum = part[0];
 #pragma unroll
@@ -330,12 +213,13 @@ extern "C" __global__ void __launch_bounds__(128 * (ROW_GROUPS + 1), RESIDENT) w
     const int num_tiles = (TILES * row_tiles - first_tile + num_clusters - 1) / num_clusters;
 
     if (threadIdx.x == 0) {
-        asm volatile("prefetch.tensormap [%0];\n prefetch.tensormap [%1];" ::"l"(&w_map), "l"(&x_map) : "memory");
+        prefetch_map(&w_map);
+        prefetch_map(&x_map);
         for (int stage = 0; stage < STAGES; ++stage) {
             init_barrier(ring.full(stage), 1);
             init_barrier(ring.empty(stage), BLOCKS * ROW_GROUPS * 4);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async;" ::: "memory");
+        publish_barriers();
     }
     if (CLUSTER > 1) {
         cluster_meet();
@@ -344,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(128 * (ROW_GROUPS + 1), RESIDENT) w
     }
 
     if (warpgroup == 0) {
-        if (RESIDENT == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (RESIDENT == 1) give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
             const Producer producer{&x_map, &w_map, ring, first_tile, num_clusters, row_tiles, block, split};
             produce(producer, num_tiles * STEPS);
@@ -355,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(128 * (ROW_GROUPS + 1), RESIDENT) w
         }
         return;
     }
-    if (RESIDENT == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    if (RESIDENT == 1) take_registers<CONSUMER_REGISTERS>();
     wait_for_inputs();
     release_dependents();
     const Consumer me(warpgroup - 1);
@@ -368,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(128 * (ROW_GROUPS + 1), RESIDENT) w
         if (SPLIT == 1) {
             store(acc, corner, out_stride, rows - first_row, N - first_column, me);
         } else {  // one tile only: the ring's memory is needed for the sums
-            keep(acc, reinterpret_cast<float*>(memory + (base - shared_address(memory))), me);
+            keep(acc, static_cast<float*>(shared_pointer(base)), me);
             cluster_sync();
             add_up(base, corner, out_stride, rows - first_row, N - first_column, me, block, split);
             cluster_meet();  // nobody reads this CTA's sums any more

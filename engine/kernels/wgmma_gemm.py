@@ -11,7 +11,7 @@ import torch
 from .nvrtc_kernel import NvrtcKernel, tensor_map
 from .wgmma_tiles import BLOCK_K, WgmmaConfig
 
-_SOURCE = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+_PRIMITIVES, _SOURCE = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("hopper.cuh", "wgmma_gemm.cu"))
 
 
 def wgmma_gemm(
@@ -97,7 +97,7 @@ def defines_of(
 
 
 def source_of(block_n: int, dtype: torch.dtype) -> str:
-    """The kernel's source behind the instruction for `block_n` rows of W, which names each register of the sum."""
+    """The kernel's source, and before it the instruction for `block_n` rows of W, which names each register of the sum."""
     count = block_n // 2
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -110,4 +110,4 @@ def source_of(block_n: int, dtype: torch.dtype) -> str:
     macro = (
         f'#define WGMMA(acc, x, w, accumulate) asm volatile({text} : {operands} : "l"(x), "l"(w), "r"(int(accumulate)))'
     )
-    return f"{macro}\n{_SOURCE}"
+    return f"{macro}\n{_PRIMITIVES}\n{_SOURCE}"

@@ -223,7 +223,7 @@ class BreakableGraph(Generic[T]):
     def __init__(self, fn: Callable[[], T], pool: GraphPool, breaks: GraphBreaks, *, warmups: int = 1) -> None:
         self._fn = fn  # on CUDA, too: it may own the static inputs
         self._breaks = breaks
-        self._on_cuda = pool.on_cuda
+        self._pool = pool  # and its stream, whose workspace of cuBLAS the segments use
         pool.warm_up(fn, warmups)
         recorder = _Recorder(pool, breaks.arena)
         if pool.on_cuda:
@@ -241,7 +241,7 @@ class BreakableGraph(Generic[T]):
 
     def replay(self) -> T:
         """Run once more on the current stream; the output is valid until the next replay of any graph of the pool."""
-        if self._on_cuda:
+        if self._pool.on_cuda:
             for step in self._steps:
                 step()
             return self.output

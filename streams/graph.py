@@ -164,6 +164,7 @@ class CapturedGraph(Generic[T]):
 
     def __init__(self, fn: Callable[[], T], pool: GraphPool, *, warmups: int = 1) -> None:
         self._fn = fn  # on CUDA, too: it may own the static inputs
+        self._pool = pool  # and its stream, whose workspace of cuBLAS the graph uses
         self._graph: torch.cuda.CUDAGraph | None = None
         pool.warm_up(fn, warmups)
         if not pool.on_cuda:

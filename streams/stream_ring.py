@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from threading import Lock
 from typing import Final, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -37,6 +38,7 @@ class StreamRing(Generic[S]):
     def __init__(self, draw: Callable[[], S], again: Callable[[S], S]) -> None:
         self._draw = draw
         self._again = again
+        self._lock = Lock()  # engines are built on threads
         self._known: dict[int, S] = {}
         self._lent: WeakValueDictionary[int, S] = WeakValueDictionary()
 
@@ -46,16 +48,17 @@ class StreamRing(Generic[S]):
         """
         gone = set(avoided)
         streams: list[S] = []
-        for handle in self._candidates():
-            if len(streams) == count:
-                break
-            if handle not in gone:
-                gone.add(handle)
-                streams.append(self._again(self._known[handle]))
-        if len(streams) < count:
-            raise MisuseError(f"torch has no {count} distinct streams left (it has {_SIZE} a device)")
-        for stream in streams:
-            self._lent[id(stream)] = stream
+        with self._lock:
+            for handle in self._candidates():
+                if len(streams) == count:
+                    break
+                if handle not in gone:
+                    gone.add(handle)
+                    streams.append(self._again(self._known[handle]))
+            if len(streams) < count:
+                raise MisuseError(f"torch has no {count} distinct streams left (it has {_SIZE} a device)")
+            for stream in streams:
+                self._lent[id(stream)] = stream
         return streams
 
     def _candidates(self) -> Iterable[int]:
@@ -80,7 +83,12 @@ def distinct_streams(
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     default = torch.cuda.default_stream(device).cuda_stream
-    return _ring(index).take(count, avoided=[default, *(stream.cuda_stream for stream in taken)])
+    with _making:
+        ring = _ring(index)
+    return ring.take(count, avoided=[default, *(stream.cuda_stream for stream in taken)])
+
+
+_making = Lock()
 
 
 @cache

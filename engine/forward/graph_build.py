@@ -57,6 +57,8 @@ def build_cuda_parts(
     prefill_graphs = _prefill_graphs(config, runner)
     logits_counts = decode_buckets(num_rows)
     _load_blocking(runner, sampler, logits_counts)
+    if prefill_graphs is None:
+        _load_mlp_blocking(runner)
     table.note("workspaces")
     # Each capture collects garbage first; what has been loaded by now need not be walked every time.
     gc.collect()
@@ -102,6 +104,17 @@ def _load_blocking(runner: ModelRunner, sampler: CudaSampler, logits_counts: Seq
             logits = runner.model.logits(states, rows[:count])
             for kind in SampleKind:
                 sampler.draw(logits, rows[:count], sampler.counts[:1], rows[:count], kind)
+
+
+def _load_mlp_blocking(runner: ModelRunner) -> None:
+    """A kernel serves 64 tokens more or less, another many. Without prefill graphs, which meet all of them, each is compiled
+    here, for nobody.
+    """
+    model = runner.model
+    with torch.inference_mode():
+        for tokens in (64, 128, 192, 256, 1024):
+            x = model.embedding.new_zeros(tokens, model.config.hidden_size)
+            model.stack[0].mlp(x, x.clone())
 
 
 def _with_backed_pool(config: EngineConfig, runner: ModelRunner, device: torch.device) -> ModelRunner:

@@ -34,7 +34,7 @@ def linear(
     rows, width = x.shape
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     splittable = workspace.partial.numel() >= 4 * 64 * features
-    choice = choose(features, width, rows, gated=gated, splittable=splittable, has_wgmma=_has_wgmma())
+    choice = choose(features, width, rows, gated=gated, splittable=splittable, has_wgmma=_has_wgmma(x.device))
     adds = add_to is not None
     if isinstance(choice, Gemv):
         return gemv(x, weight, out=add_to, norm=norm, eps=eps, silu_mul=gated, add=adds, num_warps=choice.num_warps)
@@ -60,7 +60,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Shapes: x [T, K]; weight [2 F, K], the gate half first → [T, F].
     """
     features = weight.shape[0] // 2
-    tile = choose_tile(features, x.shape[1], x.shape[0], gated=True) if _has_wgmma() else None
+    tile = choose_tile(features, x.shape[1], x.shape[0], gated=True) if _has_wgmma(x.device) else None
     if tile is None:
         return silu_mul(torch.mm(x, weight.t()))
     from .wgmma_gemm import wgmma_gemm
@@ -73,12 +73,13 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _has_wgmma() -> bool:
-    """Whether the device is a Hopper, and CUDA C++ can be compiled for it."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+def _has_wgmma(device: torch.device) -> bool:
+    """Whether it is a Hopper, and CUDA C++ can be compiled for it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
         from .nvrtc_kernel import is_usable
     except ImportError:
         return False
-    return is_usable()
+    with torch.cuda.device(device):
+        return is_usable()

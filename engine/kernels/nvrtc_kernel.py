@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,9 +49,11 @@ class NvrtcKernel:
     """
 
     def __init__(self, source: str, name: str, defines: Mapping[str, object], *, shared_bytes: int) -> None:
-        code = cubin(source, name, defines)
-        torch.cuda.current_stream()  # makes the context
-        self._module = _checked(driver.cuModuleLoadData(code))
+        _make_context_current()
+        try:
+            self._module = _checked(driver.cuModuleLoadData(cubin(source, name, defines)))
+        except NvrtcError:  # what is in the cache may have been cut short
+            self._module = _checked(driver.cuModuleLoadData(cubin(source, name, defines, anew=True)))
         self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
         self._shared_bytes = shared_bytes
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -110,21 +112,22 @@ def tensor_map(tensor: torch.Tensor, box_rows: int, box_columns: int) -> ctypes.
     return ctypes.create_string_buffer(ctypes.string_at(int(made.getPtr()), 128), 128)
 
 
-def cubin(source: str, name: str, defines: Mapping[str, object]) -> bytes:
-    """Machine code for `source`, from the cache or compiled into it."""
+def cubin(source: str, name: str, defines: Mapping[str, object], *, anew: bool = False) -> bytes:
+    """Machine code for `source`, from the cache, or compiled into it: if need be, or `anew`."""
     version = _checked(nvrtc.nvrtcVersion())
     options = [f"--gpu-architecture={_ARCH}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
     key = hashlib.sha256("\0".join([source, repr(version), *options]).encode()).hexdigest()[:32]
     path = cache_root() / "kernels" / f"{name}-{key}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        made = _compile(source, name, options)
+    if not anew:
+        with suppress(OSError):
+            return path.read_bytes()
+    made = _compile(source, name, options)
     with suppress(OSError):  # a cache that cannot be written costs the next start a compilation
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(made)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_bytes(made)
+            whole.replace(path)
     return made
 
 
@@ -142,6 +145,13 @@ def _compile(source: str, name: str, options: Sequence[str]) -> bytes:
         return made[:size]
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _make_context_current() -> None:
+    """On a thread that has asked nothing of the device yet, the driver knows no context; torch uses the primary one."""
+    if int(_checked(driver.cuCtxGetCurrent())) == 0:
+        device = _checked(driver.cuDeviceGet(torch.cuda.current_device()))
+        _checked(driver.cuCtxSetCurrent(_checked(driver.cuDevicePrimaryCtxRetain(device))))
 
 
 def _buffer(size: int) -> bytes:

@@ -26,6 +26,8 @@ constexpr int TILES = (N + TILE - 1) / TILE;
 constexpr int STEPS = (K + BK * SPLIT - 1) / (BK * SPLIT);
 constexpr int PIECES = SILU && BLOCKS < 2 ? 2 : BLOCKS;  // of a tile of W, each loaded at once
 constexpr int PIECE_ROWS = BN / PIECES;
+static_assert(BN % (8 * PIECES) == 0, "a piece is whole groups of swizzled rows");
+static_assert(!SILU || PIECES == 2, "a half of gates, a half of ups");
 constexpr int X_BYTES = BM * BK * 2;
 constexpr int W_BYTES = BN * BK * 2;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;

@@ -11,7 +11,9 @@ import torch
 from .nvrtc_kernel import NvrtcKernel, tensor_map
 from .wgmma_tiles import BLOCK_K, WgmmaConfig
 
-_PRIMITIVES, _SOURCE = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("hopper.cuh", "wgmma_gemm.cu"))
+_PRIMITIVES, _SOURCE = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("hopper.cuh", "wgmma_gemm.cu")
+)
 
 
 def wgmma_gemm(
@@ -35,13 +37,18 @@ def wgmma_gemm(
     features = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     if silu_mul and config.split > 1:
         raise ValueError("a split sum excludes silu_mul")
+    if silu_mul and config.blocks > 2:
+        raise ValueError(f"silu_mul is for one or two blocks, not {config.blocks}")
+    if config.block_n % (8 * _pieces(config, silu_mul=silu_mul)):
+        raise ValueError(f"block_n {config.block_n} is not cut into multiples of 8")
     if out is None:
         if add:
             raise ValueError("add needs the tensor to add to")
         out = torch.empty((rows, features), dtype=x.dtype, device=x.device)
     if rows:
-        kernel = _made(features, width, x.dtype, config, silu_mul=silu_mul, add=add, device=x.device)
-        kernel(x, weight, out)
+        with torch.cuda.device(x.device):
+            kernel = _made(features, width, x.dtype, config, silu_mul=silu_mul, add=add, device=x.device)
+            kernel(x, weight, out)
     return out
 
 
@@ -52,7 +59,7 @@ class WgmmaGemm:
         self, features: int, width: int, dtype: torch.dtype, config: WgmmaConfig, *, silu_mul: bool, add: bool
     ) -> None:
         self._config = config
-        self._piece = config.block_n // (max(2, config.blocks) if silu_mul else config.blocks)
+        self._piece = config.block_n // _pieces(config, silu_mul=silu_mul)
         self._tiles = -(-features // (config.block_n // 2 if silu_mul else config.block_n))
         defines = defines_of(features, width, dtype, config, silu_mul=silu_mul, add=add)
         source = source_of(config.block_n, dtype)
@@ -81,8 +88,13 @@ def _made(
     add: bool,
     device: torch.device,
 ) -> WgmmaGemm:
-    with torch.cuda.device(device):
-        return WgmmaGemm(features, width, dtype, config, silu_mul=silu_mul, add=add)
+    """`device`, the current one, is a key only: each has a module of its own."""
+    return WgmmaGemm(features, width, dtype, config, silu_mul=silu_mul, add=add)
+
+
+def _pieces(config: WgmmaConfig, *, silu_mul: bool) -> int:
+    """Copies that a tile of W takes: one for each block, and at least a half of gates and one of ups."""
+    return max(2, config.blocks) if silu_mul else config.blocks
 
 
 def defines_of(

@@ -24,6 +24,8 @@ _CLUSTERS: Final = {1: 132, 2: 66, 4: 30, 8: 15}
 _MOST_FEATURES: Final = {1: 256, 2: 240, 3: 176, 4: 128}
 """By row groups: what the registers hold."""
 _SHARED_BYTES: Final = 227 << 10
+_SHARED_BYTES_OF_ALL: Final = 228 << 10
+"""What a CTA may have, and what those of a multiprocessor have together, 1 KiB each for the system included."""
 _BESIDE_RING: Final = 1024 + 256
 """For its alignment and its barriers."""
 _MOST_STAGES: Final = 16
@@ -65,7 +67,8 @@ class WgmmaConfig:
     @property
     def stages(self) -> int:
         """Steps of x and W that the ring holds."""
-        return min(_MOST_STAGES, (_SHARED_BYTES // self.resident - _BESIDE_RING) // self._stage_bytes)
+        room = min(_SHARED_BYTES, _SHARED_BYTES_OF_ALL // self.resident - 1024) - _BESIDE_RING
+        return min(_MOST_STAGES, room // self._stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -88,10 +91,10 @@ _MANY_ROWS: Final = WgmmaConfig(row_groups=2, block_n=224, blocks=2)
 def choose_tile(features: int, width: int, rows: int, *, gated: bool) -> WgmmaConfig | None:
     """The tile with the least modelled time for `[rows, width] @ [features, width].T`, or with `gated` [2 features, width].
 
-    None where no tile serves: few of the inner side, no multiples of 8, or more rows than few. Many rows are for cuBLAS, but
-    for a gated product of which little is padding: there SiLU·mul, and half the memory's work, come free.
+    None where no tile serves: no rows, few of the inner side, no multiples of 8, or more rows than few. Many rows are for
+    cuBLAS, but for a gated product of which little is padding: there SiLU·mul, and half the memory's work, come free.
     """
-    if features % 8 or width % 8:
+    if not rows or features % 8 or width % 8:
         return None
     weight_rows = 2 * features if gated else features
     if rows > FEW_ROWS:

@@ -51,12 +51,38 @@ class Compiler(types.ModuleType):
         return (0,)
 
 
+class Driver(types.ModuleType):
+    """The driver as far as a kernel is loaded by it: it takes what has the length of its source."""
+
+    class CUfunction_attribute:
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    def __init__(self) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.loaded = []
+
+    def cuCtxGetCurrent(self):
+        return (0, 1)
+
+    def cuModuleLoadData(self, code):
+        if not code:
+            return (200, None)
+        self.loaded.append(code)
+        return (0, "module")
+
+    def cuModuleGetFunction(self, module, name):
+        return (0, "function")
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        return (0,)
+
+
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
     made = Compiler()
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
     bindings = types.ModuleType("cuda.bindings")
-    bindings.driver, bindings.nvrtc = types.ModuleType("cuda.bindings.driver"), made
+    bindings.driver, bindings.nvrtc = Driver(), made
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "slipstream.engine.kernels.nvrtc_kernel", raising=False)
@@ -93,6 +119,17 @@ def test_nothing_half_written_is_left_in_the_cache(compiler, cubin, tmp_path):
     (file,) = (tmp_path / "cache" / "kernels").iterdir()
     assert file.suffix == ".cubin"
     assert stat.S_ISREG(file.stat().st_mode)
+
+
+def test_a_kernel_that_was_cut_short_in_the_cache_is_compiled_anew(compiler, cubin, tmp_path):
+    module = sys.modules["slipstream.engine.kernels.nvrtc_kernel"]
+    module.NvrtcKernel("one", "kernel", {}, shared_bytes=0)
+    (file,) = (tmp_path / "cache" / "kernels").iterdir()
+    file.write_bytes(b"")
+    module.NvrtcKernel("one", "kernel", {}, shared_bytes=0)
+    assert compiler.num_compiled == 2
+    assert len(file.read_bytes()) == 3
+    assert module.is_usable()
 
 
 def test_what_does_not_compile_says_which_kernel(cubin):

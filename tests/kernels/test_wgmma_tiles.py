@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.kernels.wgmma_tiles import FEW_ROWS, WgmmaConfig, choose_tile, clocks
 
-SHARED_BYTES = 227 << 10
+SHARED_BYTES = 228 << 10
 REGISTERS = 1 << 16
 MODEL_SHAPES = [  # of a 0.6B and an 8B model: features, width, gated
     (4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False),
@@ -17,7 +17,7 @@ MODEL_SHAPES = [  # of a 0.6B and an 8B model: features, width, gated
 @given(
     features=st.integers(1, 8192).map(lambda n: 8 * n),
     width=st.integers(1, 4096).map(lambda n: 8 * n),
-    rows=st.integers(1, 5000),
+    rows=st.integers(0, 5000),
     gated=st.booleans(),
 )
 def test_a_chosen_tile_can_be_compiled_and_launched(features, width, rows, gated):
@@ -27,7 +27,8 @@ def test_a_chosen_tile_can_be_compiled_and_launched(features, width, rows, gated
     assert tile.block_n % (16 if gated or tile.blocks == 2 else 8) == 0
     assert 8 <= tile.block_n <= 256
     assert tile.stages >= 2
-    assert tile.resident * tile.shared_bytes <= SHARED_BYTES
+    assert tile.shared_bytes <= SHARED_BYTES - 1024
+    assert tile.resident * (tile.shared_bytes + 1024) <= SHARED_BYTES
     # A sum's registers and some forty beside it, for every thread that multiplies.
     assert tile.resident * 128 * tile.row_groups * (tile.block_n // 2 + 40) <= REGISTERS
     assert tile.cluster in (1, 2, 4, 8)

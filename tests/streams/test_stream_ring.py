@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 
 import pytest
 
@@ -40,6 +41,25 @@ def test_whoever_comes_after_gets_the_same_streams() -> None:
         del lanes, capture
         gc.collect()
     assert len(used) == 3
+
+
+def test_threads_that_take_streams_at_once_never_get_the_same() -> None:
+    for _ in range(30):
+        ring = make_ring()
+        start, taken = threading.Barrier(4), []
+
+        def borrow(
+            ring: StreamRing[Stream] = ring, start: threading.Barrier = start, taken: list[Stream] = taken
+        ) -> None:
+            start.wait()
+            taken.extend(ring.take(1))
+
+        threads = [threading.Thread(target=borrow) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(handles(taken)) == [100, 101, 102, 103]
 
 
 def test_a_stream_that_somebody_still_has_is_lent_last() -> None:

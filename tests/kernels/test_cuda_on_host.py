@@ -87,29 +87,31 @@ CASES = [  # features, width, rows, tile, gated, adds, clusters at once
 ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("features", "width", "rows", "tile", "gated", "adds", "clusters"), CASES)
-def test_the_kernel_on_the_host_equals_float64(features, width, rows, tile, gated, adds, clusters, seed, compiled):
+def test_the_kernel_on_the_host_equals_float64(features, width, rows, tile, gated, adds, clusters, compiled):
     tile = tile_of(**tile)
     launch = compiled(features, width, tile, silu_mul=gated, add=adds)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     x = torch.randn(rows, width + 8).bfloat16()[:, :width]
     weight = (torch.randn(features * (2 if gated else 1), width) * width**-0.5).bfloat16()
-    memory = torch.full((rows + 3, features + 16), 7.0, dtype=torch.bfloat16)
-    out = memory[:rows, :features]
+    residual = torch.randn(rows, features).bfloat16()
     expected = x.double() @ weight.double().T
     if gated:
         gate, up = expected.chunk(2, -1)
         expected = torch.nn.functional.silu(gate) * up
     if adds:
-        out.copy_(torch.randn(rows, features))
-        expected = expected + out.double()
+        expected = expected + residual.double()
     tiles = -(-features // (tile.block_n // 2 if gated else tile.block_n)) * -(-rows // tile.rows)
     grid = tile.cluster * (tiles if tile.split > 1 else min(tiles, clusters))
-    assert run(launch, x, weight, out, grid, seed) is None
-    assert ((out.double() - expected).norm() / expected.norm()).item() < 6e-3
-    assert (memory[rows:] == 7).all()
-    assert (memory[:, features:] == 7).all()
+    for seed in range(2):
+        memory = torch.full((rows + 3, features + 16), 7.0, dtype=torch.bfloat16)
+        out = memory[:rows, :features]
+        if adds:
+            out.copy_(residual)
+        assert run(launch, x, weight, out, grid, seed) is None
+        assert ((out.double() - expected).norm() / expected.norm()).item() < 6e-3
+        assert (memory[rows:] == 7).all()
+        assert (memory[:, features:] == 7).all()
 
 
 FAULTS = {

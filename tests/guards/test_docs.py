@@ -87,10 +87,11 @@ def test_the_error_table_names_every_error() -> None:
 
 @pytest.mark.parametrize(
     "room",
-    ["streams", "engine", "engine/attention", "engine/cache", "engine/forward", "engine/grammars", "engine/loader",
-     "engine/models", "engine/sampling", "engine/scheduler", "engine/text", "http", "profiling"],
+    ["streams", "engine", "engine/attention", "engine/cache", "engine/forward", "engine/grammars", "engine/kernels",
+     "engine/loader", "engine/models", "engine/sampling", "engine/scheduler", "engine/text", "http", "profiling"],
 )  # fmt: skip
 def test_a_rooms_page_names_every_file_of_the_room(room: str) -> None:
     page = (ROOT / room / "README.md").read_text(encoding="utf-8")
-    files = {path.stem for path in (ROOT / room).iterdir() if path.suffix in (".py", ".sh", ".html")} - {"__init__"}
+    kinds = (".py", ".sh", ".html", ".cu", ".cuh")
+    files = {path.stem for path in (ROOT / room).iterdir() if path.suffix in kinds} - {"__init__"}
     assert not {name for name in files if not re.search(rf"\b{name}\b", page)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from threading import Lock
 from typing import Final, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -83,16 +82,15 @@ def distinct_streams(
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     default = torch.cuda.default_stream(device).cuda_stream
-    with _making:
-        ring = _ring(index)
-    return ring.take(count, avoided=[default, *(stream.cuda_stream for stream in taken)])
+    return _rings.setdefault(index, _ring_of(index)).take(
+        count, avoided=[default, *(stream.cuda_stream for stream in taken)]
+    )
 
 
-_making = Lock()
+_rings: dict[int, StreamRing[torch.cuda.Stream]] = {}  # by device
 
 
-@cache
-def _ring(index: int) -> StreamRing[torch.cuda.Stream]:
+def _ring_of(index: int) -> StreamRing[torch.cuda.Stream]:
     def again(stream: torch.cuda.Stream) -> torch.cuda.Stream:
         return torch.cuda.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type

@@ -14,9 +14,9 @@
 // Dependent launch (dependent_launch.py): W is sent for before the wait, everything else after it.
 //
 // Given when compiled: ROW_GROUPS (warpgroups of 64 rows), BN, STAGES, BLOCKS, SPLIT, RESIDENT (CTAs that fit a
-// multiprocessor), N (features of y), K, SILU (W holds a gate and an up half of N rows each), ADD (y is added to what is
-// there), BFLOAT16 (else float16), and WGMMA(acc, x, w, accumulate), the instruction for 64 rows of x, BN rows of W and 16
-// of K.
+// multiprocessor), PIECES (copies that a tile of W takes), N (features of y), K, SILU (W holds a gate and an up half of N rows
+// each), ADD (y is added to what is there), BFLOAT16 (else float16), and WGMMA(acc, x, w, accumulate), the instruction for 64
+// rows of x, BN rows of W and 16 of K.
 
 constexpr int BK = 64;  // 128 bytes: the width of a swizzled row
 constexpr int BM = 64 * ROW_GROUPS;
@@ -24,7 +24,6 @@ constexpr int CLUSTER = BLOCKS * SPLIT;
 constexpr int TILE = SILU ? BN / 2 : BN;
 constexpr int TILES = (N + TILE - 1) / TILE;
 constexpr int STEPS = (K + BK * SPLIT - 1) / (BK * SPLIT);
-constexpr int PIECES = SILU && BLOCKS < 2 ? 2 : BLOCKS;  // of a tile of W, each loaded at once
 constexpr int PIECE_ROWS = BN / PIECES;
 static_assert(BN % (8 * PIECES) == 0, "a piece is whole groups of swizzled rows");
 static_assert(!SILU || PIECES == 2, "a half of gates, a half of ups");

@@ -39,7 +39,7 @@ def wgmma_gemm(
         raise ValueError("a split sum excludes silu_mul")
     if silu_mul and config.blocks > 2:
         raise ValueError(f"silu_mul is for one or two blocks, not {config.blocks}")
-    if config.block_n % (8 * _pieces(config, silu_mul=silu_mul)):
+    if config.block_n % (8 * config.pieces(silu_mul=silu_mul)):
         raise ValueError(f"block_n {config.block_n} is not cut into multiples of 8")
     if out is None:
         if add:
@@ -59,9 +59,12 @@ class WgmmaGemm:
         self, features: int, width: int, dtype: torch.dtype, config: WgmmaConfig, *, silu_mul: bool, add: bool
     ) -> None:
         self._config = config
-        self._piece = config.block_n // _pieces(config, silu_mul=silu_mul)
+        self._piece = config.block_n // config.pieces(silu_mul=silu_mul)
         self._tiles = -(-features // (config.block_n // 2 if silu_mul else config.block_n))
-        defines = defines_of(features, width, dtype, config, silu_mul=silu_mul, add=add)
+        defines = {
+            **config.defines(features, width, silu_mul=silu_mul, add=add),
+            "BFLOAT16": int(dtype == torch.bfloat16),
+        }
         source = source_of(config.block_n, dtype)
         self._kernel = NvrtcKernel(source, "wgmma_gemm", defines, shared_bytes=config.shared_bytes)
         self._most_clusters = self._kernel.max_clusters(config.threads, config.cluster)
@@ -90,22 +93,6 @@ def _made(
 ) -> WgmmaGemm:
     """`device`, the current one, is a key only: each has a module of its own."""
     return WgmmaGemm(features, width, dtype, config, silu_mul=silu_mul, add=add)
-
-
-def _pieces(config: WgmmaConfig, *, silu_mul: bool) -> int:
-    """Copies that a tile of W takes: one for each block, and at least a half of gates and one of ups."""
-    return max(2, config.blocks) if silu_mul else config.blocks
-
-
-def defines_of(
-    features: int, width: int, dtype: torch.dtype, config: WgmmaConfig, *, silu_mul: bool, add: bool
-) -> dict[str, int]:
-    """What the source is compiled with."""
-    return {
-        "ROW_GROUPS": config.row_groups, "BN": config.block_n, "STAGES": config.stages, "BLOCKS": config.blocks,
-        "SPLIT": config.split, "RESIDENT": config.resident, "N": features, "K": width, "SILU": int(silu_mul),
-        "ADD": int(add), "BFLOAT16": int(dtype == torch.bfloat16),
-    }  # fmt: skip
 
 
 def source_of(block_n: int, dtype: torch.dtype) -> str:

@@ -79,6 +79,18 @@ class WgmmaConfig:
             raise ValueError(f"{self} does not fit the shared memory")
         return ring + _BESIDE_RING
 
+    def pieces(self, *, silu_mul: bool) -> int:
+        """Copies that a tile of W takes: one for each block, and at least a half of gates and one of ups."""
+        return max(2, self.blocks) if silu_mul else self.blocks
+
+    def defines(self, features: int, width: int, *, silu_mul: bool, add: bool) -> dict[str, int]:
+        """What the kernel's source is compiled with, but for the 16-bit type."""
+        return {
+            "ROW_GROUPS": self.row_groups, "BN": self.block_n, "STAGES": self.stages, "BLOCKS": self.blocks,
+            "SPLIT": self.split, "RESIDENT": self.resident, "PIECES": self.pieces(silu_mul=silu_mul), "N": features,
+            "K": width, "SILU": int(silu_mul), "ADD": int(add),
+        }  # fmt: skip
+
     @property
     def _stage_bytes(self) -> int:
         return (64 * self.row_groups + self.block_n) * BLOCK_K * 2

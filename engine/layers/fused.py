@@ -1,4 +1,4 @@
-"""Where layers use the Triton kernels instead of torch's operators."""
+"""Where layers use this package's kernels instead of torch's operators."""
 
 from __future__ import annotations
 

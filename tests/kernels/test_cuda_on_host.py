@@ -33,11 +33,8 @@ def compiled(tmp_path):
     package = Path(small_gemm.__file__).parent
 
     def compile_for_host(features, width, tile, *, silu_mul=False, add=False, fault=("", "")):
-        defines = {
-            "ROW_GROUPS": tile.row_groups, "BN": tile.block_n, "STAGES": min(tile.stages, 3), "BLOCKS": tile.blocks,
-            "SPLIT": tile.split, "RESIDENT": tile.resident, "N": features, "K": width, "SILU": int(silu_mul),
-            "ADD": int(add), "BFLOAT16": 1,
-        }  # fmt: skip
+        few_stages = {"STAGES": min(tile.stages, 3), "BFLOAT16": 1}
+        defines = {**tile.defines(features, width, silu_mul=silu_mul, add=add), **few_stages}
         kernel = (package / "wgmma_gemm.cu").read_text(encoding="utf-8")
         assert fault[0] in kernel
         source = "\n".join(

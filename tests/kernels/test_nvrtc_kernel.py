@@ -148,5 +148,6 @@ def test_without_a_compiler_kernels_are_done_without_and_the_log_says_so(compile
 def test_the_source_is_part_of_the_package():
     import slipstream.engine.kernels as kernels
 
-    source = Path(kernels.__file__).with_name("wgmma_gemm.cu").read_text(encoding="utf-8")
-    assert 'extern "C" __global__' in source
+    folder = Path(kernels.__file__).parent
+    assert 'extern "C" __global__' in (folder / "wgmma_gemm.cu").read_text(encoding="utf-8")
+    assert "struct alignas(64) TensorMap" in (folder / "hopper.cuh").read_text(encoding="utf-8")

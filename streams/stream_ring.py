@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Final, Generic, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 
@@ -27,6 +27,15 @@ class HasHandle(Protocol):
 S = TypeVar("S", bound=HasHandle)
 
 
+class _Loan:
+    """An attribute of a stream that is lent, and gone with it: a weak reference to a CUDA stream itself dangles once the stream
+    is gone (pytorch/pytorch#183403).
+    """
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+
 class StreamRing(Generic[S]):
     """Lends the streams of one device. A stream is lent for as long as the object lives that `take` returned.
 
@@ -39,7 +48,7 @@ class StreamRing(Generic[S]):
         self._again = again
         self._lock = Lock()  # engines are built on threads
         self._known: dict[int, S] = {}
-        self._lent: WeakValueDictionary[int, S] = WeakValueDictionary()
+        self._loans: WeakSet[_Loan] = WeakSet()
 
     def take(self, count: int, *, avoided: Iterable[int] = ()) -> list[S]:
         """`count` streams whose handles differ from each other and from `avoided`: free ones that were used before, else new
@@ -57,12 +66,13 @@ class StreamRing(Generic[S]):
             if len(streams) < count:
                 raise MisuseError(f"torch has no {count} distinct streams left (it has {_SIZE} a device)")
             for stream in streams:
-                self._lent[id(stream)] = stream
+                loan = vars(stream)["_loan"] = _Loan(stream.cuda_stream)
+                self._loans.add(loan)
         return streams
 
     def _candidates(self) -> Iterable[int]:
         """Handles, the best first."""
-        lent = {stream.cuda_stream for stream in self._lent.values()}
+        lent = {loan.handle for loan in self._loans}
         yield from [handle for handle in self._known if handle not in lent]
         for _ in range(2 * _SIZE):
             stream = self._draw()

@@ -13,6 +13,8 @@ SIZE = 4
 
 
 class Stream:
+    __slots__ = ("__dict__", "cuda_stream")  # no weak references: torch's own dangle
+
     def __init__(self, handle: int) -> None:
         self.cuda_stream = handle
 

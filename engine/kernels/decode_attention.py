@@ -11,6 +11,8 @@ import triton.language as tl
 
 from .decode_plan import DecodeWorkspace
 from .dependent_launch import DEPENDENT, prefetch_l2, release_dependents, wait_for_inputs
+from .hopper import has_cuda_cpp
+from .paged_decode import paged_decode, serves
 
 _AHEAD_TOKENS = 256
 
@@ -308,6 +310,13 @@ class RopeInputs:
     eps: float = 1e-6
 
 
+def has_paged_decode(k_cache: torch.Tensor, group: int) -> bool:
+    """Whether `paged_decode` serves over such a cache [pages, page_size, Hk, D] with `group` queries of a KV head."""
+    return has_cuda_cpp(k_cache.device) and serves(
+        page_size=k_cache.shape[1], group=group, head_dim=k_cache.shape[3], dtype=k_cache.dtype
+    )
+
+
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -342,6 +351,10 @@ def decode_attention(
     tiling = workspace.tiling(num_rows)
     if out is None:
         out = torch.zeros((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    if workspace.is_paged(num_rows):
+        return paged_decode(
+            q, k_cache, v_cache, page_table, rows, seq_lens, workspace, scale=scale, rope=rope, ahead=ahead, out=out
+        )
     group_block = triton.next_power_of_2(group)
     has_norm = rope is not None and rope.q_norm is not None
     cos_sin = workspace.partial_out if rope is None else rope.cos_sin

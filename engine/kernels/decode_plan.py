@@ -34,6 +34,9 @@ _TILINGS = (
     (256, DecodeTiling(blocks_in_flight=3, programs_per_multiprocessor=2)),
 )
 _MANY = DecodeTiling(block_tokens=32, blocks_in_flight=3, programs_per_multiprocessor=4, num_warps=1)
+# For `paged_decode`, whose ring does not drain between sequences.
+_PAGED = DecodeTiling(block_tokens=16, programs_per_multiprocessor=4, num_warps=1)
+_PAGED_FROM = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class DecodeWorkspace:
     partial_out [2 P, G, D] fp32 and partial_stats [2, 2 P, G] fp32: a program has at most two unfinished parts.
     arrivals [max_rows * Hk] int32: zero between kernels; the last program of a sequence combines its parts.
     `row_invariant`: one tiling for all numbers of rows and no sequence is split, so that a row's result does not depend
-    on its batch-mates.
+    on its batch-mates. `has_paged`: `paged_decode` serves, where there are enough sequences.
     """
 
     plan: torch.Tensor
@@ -59,12 +62,19 @@ class DecodeWorkspace:
     num_kv_heads: int
     group: int
     row_invariant: bool
+    has_paged: bool
     only: DecodeTiling | None
+
+    def is_paged(self, num_rows: int) -> bool:
+        """Whether `paged_decode` computes a bucket of `num_rows`."""
+        return self.has_paged and num_rows * self.num_kv_heads >= _PAGED_FROM
 
     def tiling(self, num_rows: int) -> DecodeTiling:
         """The tiling for a bucket of `num_rows`."""
         if self.only is not None:
             return self.only
+        if self.is_paged(num_rows):
+            return _PAGED
         if not self.row_invariant:
             for most_sequences, tiling in _TILINGS:
                 if num_rows * self.num_kv_heads <= most_sequences:
@@ -84,13 +94,14 @@ def make_decode_workspace(
     head_dim: int,
     device: torch.device | str,
     row_invariant: bool = False,
+    has_paged: bool = False,
     tiling: DecodeTiling | None = None,
     num_multiprocessors: int | None = None,
 ) -> DecodeWorkspace:
     """Allocates the scratch. `tiling` replaces the measured ones; `num_multiprocessors` is the device's unless given."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    tilings = (_MANY, *(each for _, each in _TILINGS)) if tiling is None else (tiling,)
+    tilings = (_MANY, _PAGED, *(each for _, each in _TILINGS)) if tiling is None else (tiling,)
     num_programs = num_multiprocessors * max(each.programs_per_multiprocessor for each in tilings)
     group = num_q_heads // num_kv_heads
     return DecodeWorkspace(
@@ -103,6 +114,7 @@ def make_decode_workspace(
         num_kv_heads=num_kv_heads,
         group=group,
         row_invariant=row_invariant,
+        has_paged=has_paged and not row_invariant,
         only=tiling,
     )
 

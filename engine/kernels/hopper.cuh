@@ -167,3 +167,40 @@ __device__ __forceinline__ float4 load_from_peer(u32 address, u32 rank) {
                  : "r"(peer_address(address, rank)));
     return v;
 }
+
+// Four 8 x 8 matrices of 16-bit numbers from shared memory, lane by lane a row's address; plain, or each transposed. Of a
+// matrix a lane holds two neighbours: row lane / 4, columns 2 (lane % 4) and the next.
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(u32 (&a)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// One such matrix, transposed.
+__device__ __forceinline__ u32 transposed(u32 matrix) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+    return result;
+}
+
+// c += a b, of 16 x 16 and 16 x 8: a as its quarters (rows 0, rows 8; the same behind column 8), b as its upper and lower half,
+// transposed, c as rows lane / 4 and 8 more, columns 2 (lane % 4) and the next.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BFLOAT16
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

@@ -1,10 +1,9 @@
 """One matrix product of a decode step with the small operations around it, in as few kernels as pay."""
 
-from functools import cache
-
 import torch
 
 from .gemv import gemv
+from .hopper import has_cuda_cpp
 from .matrix_choice import Gemv, Library, Resident, Wgmma, choose
 from .resident_gemm import resident_gemm
 from .rmsnorm import rmsnorm
@@ -34,7 +33,7 @@ def linear(
     rows, width = x.shape
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     splittable = workspace.partial.numel() >= 4 * 64 * features
-    choice = choose(features, width, rows, gated=gated, splittable=splittable, has_wgmma=_has_wgmma(x.device))
+    choice = choose(features, width, rows, gated=gated, splittable=splittable, has_wgmma=has_cuda_cpp(x.device))
     adds = add_to is not None
     if isinstance(choice, Gemv):
         return gemv(x, weight, out=add_to, norm=norm, eps=eps, silu_mul=gated, add=adds, num_warps=choice.num_warps)
@@ -60,7 +59,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Shapes: x [T, K]; weight [2 F, K], the gate half first → [T, F].
     """
     features = weight.shape[0] // 2
-    tile = choose_tile(features, x.shape[1], x.shape[0], gated=True) if _has_wgmma(x.device) else None
+    tile = choose_tile(features, x.shape[1], x.shape[0], gated=True) if has_cuda_cpp(x.device) else None
     if tile is None:
         return silu_mul(torch.mm(x, weight.t()))
     from .wgmma_gemm import wgmma_gemm
@@ -70,16 +69,3 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     for rows, target in zip(x.split(_ROWS_AT_ONCE), out.split(_ROWS_AT_ONCE), strict=True):
         wgmma_gemm(rows, weight, tile, out=target, silu_mul=True)
     return out
-
-
-@cache
-def _has_wgmma(device: torch.device) -> bool:
-    """Whether it is a Hopper, and CUDA C++ can be compiled for it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        from .nvrtc_kernel import is_usable
-    except ImportError:
-        return False
-    with torch.cuda.device(device):
-        return is_usable()

@@ -22,7 +22,7 @@ from ..loader.cache_folder import cache_root
 _logger = logging.getLogger(__name__)
 _ARCH = "sm_90a"
 
-Argument = ctypes.c_int | ctypes.c_void_p | ctypes.Array[ctypes.c_char]
+Argument = ctypes.c_int | ctypes.c_void_p | ctypes.Array[ctypes.c_char] | ctypes.Structure
 
 
 class NvrtcError(RuntimeError):

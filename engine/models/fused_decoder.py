@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..forward.forward_output import ForwardOutput, TokenStates
-from ..kernels.decode_attention import RopeInputs, decode_attention
+from ..kernels.decode_attention import RopeInputs, decode_attention, has_paged_decode
 from ..kernels.decode_plan import DecodeWorkspace, make_decode_workspace, plan_decode
 from ..kernels.linear import linear
 from ..kernels.small_gemm import SplitWorkspace, make_split_workspace
@@ -56,6 +56,7 @@ class FusedDecoder:
             head_dim=config.head_dim,
             device=device,
             row_invariant=row_invariant,
+            has_paged=has_paged_decode(pool.keys[0], config.num_heads // config.num_kv_heads),
         )
         # Of the decoder, not of a graph's pool: padded rows keep what is here, and that must stay finite.
         self._attended = torch.zeros(

@@ -1,7 +1,11 @@
 """These tests run the kernels in Triton's interpreter, in fp32 (it computes bf16 wrongly); tests/gpu runs them on a card."""
 
+import ctypes
 import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +63,30 @@ def tiny_qwen3():
         return model
 
     return make
+
+
+@pytest.fixture
+def on_host(tmp_path):
+    """Compiles a kernel in CUDA C++ for the host: `on_host(files, defines, entry, fault)` is a library with what `entry`, C++,
+    exports. `fault`: a piece of the kernel and what stands there instead.
+    """
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler is here")
+    from slipstream.engine.kernels import dependent_launch
+
+    package = Path(dependent_launch.__file__).parent
+
+    def compile_for_host(files, defines, entry, fault=("", "")):
+        kernel = "\n".join((package / file).read_text(encoding="utf-8") for file in files)
+        assert fault[0] in kernel
+        source = tmp_path / "kernel.cpp"
+        imitation = Path(__file__).with_name("cuda_on_host.hpp").read_text(encoding="utf-8")
+        lines = [f"#define {name} {value}" for name, value in defines.items()]
+        source.write_text("\n".join([*lines, imitation, kernel.replace(*fault), entry]), encoding="utf-8")
+        library = tmp_path / f"kernel-{len(list(tmp_path.iterdir()))}.so"
+        command = [compiler, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-o", library, source]
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(str(library))
+
+    return compile_for_host

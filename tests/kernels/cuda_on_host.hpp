@@ -34,9 +34,29 @@ struct float4 {
 struct uint2 {
     u32 x, y;
 };
+struct int4 {
+    int x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float __expf(float v) { return std::exp(v); }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline float __int_as_float(int bits) {
+    float v;
+    std::memcpy(&v, &bits, 4);
+    return v;
+}
+template <class T>
+inline T __ldcg(const T* from) {
+    return *from;
+}
+inline int atomicAdd(int* to, int more) {
+    const int before = *to;
+    *to += more;
+    return before;
+}
+inline void __threadfence() {}
+using std::min;
 
 // A matrix of 16-bit numbers, and the box of it that one copy loads: always 64 columns.
 struct TensorMap {
@@ -252,6 +272,19 @@ inline T __shfl_sync(u32, T value, int lane) {
     return result;
 }
 
+template <class T>
+inline T __shfl_xor_sync(u32, T value, int across) {
+    return __shfl_sync(0, value, host::self().index % 32 ^ across);
+}
+
+inline bool __any_sync(u32, bool holds) {
+    bool any = false;
+    for (int lane = 0; lane < 32; ++lane) any |= __shfl_sync(0, holds, lane);
+    return any;
+}
+
+inline void __syncwarp() { host::meet_warp(); }
+
 inline void __syncthreads() { host::meet(host::self().rank, 0, host::machine.threads_a_cta); }
 
 template <int THREADS>
@@ -342,4 +375,59 @@ inline void WGMMA(float (&acc)[COUNT], u64 x, u64 w, bool accumulate) {
             sums[i] = sum;
         }
     });
+}
+
+namespace host {
+
+// A matrix of 8 rows of a lane's address each: two neighbours of a row, or of a column.
+inline void load_four(u32 (&a)[4], u32 address, bool is_transposed) {
+    if (address % 16) fail("a matrix row is not aligned to 16 bytes");
+    const int lane = self().index % 32, r = lane / 4, c = lane % 4 * 2;
+    u64* words = &machine.words[machine.current / 32 * 32];
+    words[lane] = address;
+    meet_warp();
+    for (int m = 0; m < 4; ++m) {
+        u16 first, second;
+        std::memcpy(&first, at(words[8 * m + (is_transposed ? c : r)]) + 2 * (is_transposed ? r : c), 2);
+        std::memcpy(&second, at(words[8 * m + (is_transposed ? c + 1 : r)]) + 2 * (is_transposed ? r : c + 1), 2);
+        a[m] = first | static_cast<u32>(second) << 16;
+    }
+    meet_warp();
+}
+
+inline float half_of(u32 pair, int which) { return from_16(which ? pair >> 16 : pair & 0xFFFF); }
+
+}  // namespace host
+
+inline void load_matrices(u32 (&a)[4], u32 address) { host::load_four(a, address, false); }
+inline void load_matrices_transposed(u32 (&a)[4], u32 address) { host::load_four(a, address, true); }
+
+inline u32 transposed(u32 matrix) {
+    const int row = host::self().index % 32 / 4, column = host::self().index % 4 * 2;
+    u32 result = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        const u32 there = __shfl_sync(0, matrix, lane);
+        for (int j = 0; j < 2; ++j) {
+            const u16 value = j ? there >> 16 : there & 0xFFFF;
+            if (lane % 4 * 2 + j == row && lane / 4 == column) result |= value;
+            if (lane % 4 * 2 + j == row && lane / 4 == column + 1) result |= static_cast<u32>(value) << 16;
+        }
+    }
+    return result;
+}
+
+inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    u32 all[32][6];
+    for (int lane = 0; lane < 32; ++lane) {
+        for (int i = 0; i < 4; ++i) all[lane][i] = __shfl_sync(0, a[i], lane);
+        all[lane][4] = __shfl_sync(0, b0, lane), all[lane][5] = __shfl_sync(0, b1, lane);
+    }
+    const int thread = host::self().index % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = thread / 4 + i / 2 * 8, column = thread % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const float x = host::half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
+            c[i] += x * host::half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+        }
+    }
 }

@@ -3,17 +3,9 @@ torch in float64. What only a GPU can show (registers, orders of memory, speed) 
 """
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-
-HERE = Path(__file__).parent
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is here")
 
 LAUNCH = """
 extern "C" const char* launch(
@@ -26,30 +18,13 @@ extern "C" const char* launch(
 
 
 @pytest.fixture
-def compiled(tmp_path):
+def compiled(on_host):
     """A kernel of this tile for the host: `compiled(features, width, tile, silu_mul=…, add=…)`."""
-    from slipstream.engine.kernels import small_gemm
-
-    package = Path(small_gemm.__file__).parent
 
     def compile_for_host(features, width, tile, *, silu_mul=False, add=False, fault=("", "")):
         few_stages = {"STAGES": min(tile.stages, 3), "BFLOAT16": 1}
         defines = {**tile.defines(features, width, silu_mul=silu_mul, add=add), **few_stages}
-        kernel = (package / "wgmma_gemm.cu").read_text(encoding="utf-8")
-        assert fault[0] in kernel
-        source = "\n".join(
-            [
-                *(f"#define {name} {value}" for name, value in defines.items()),
-                (HERE / "cuda_on_host.hpp").read_text(encoding="utf-8"),
-                kernel.replace(*fault),
-                LAUNCH,
-            ]
-        )
-        (tmp_path / "kernel.cpp").write_text(source, encoding="utf-8")
-        library = tmp_path / f"kernel-{len(list(tmp_path.iterdir()))}.so"
-        command = [COMPILER, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-o", library, tmp_path / "kernel.cpp"]
-        subprocess.run(command, check=True)
-        launch = ctypes.CDLL(str(library)).launch
+        launch = on_host(["wgmma_gemm.cu"], defines, LAUNCH, fault).launch
         launch.restype = ctypes.c_char_p
         return launch
 

@@ -1,0 +1,110 @@
+"""Decode attention over pages on Hopper, for many sequences: the copy engine's ring goes on across their borders."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from .decode_attention import RopeInputs
+    from .decode_plan import DecodeWorkspace
+    from .nvrtc_kernel import NvrtcKernel
+
+BLOCK_TOKENS: Final = 16
+_STAGES: Final = 6
+_SOURCE = "\n".join(
+    Path(__file__).with_name(name).read_text(encoding="utf-8")
+    for name in ("hopper.cuh", "head_vector.cuh", "paged_decode.cu")
+)
+
+
+class Arguments(ctypes.Structure):
+    """What the kernel is given, in its own order."""
+
+    _fields_ = (
+        *[
+            (name, ctypes.c_void_p)
+            for name in (
+                "q", "k_cache", "v_cache", "out", "table", "rows", "seq_lens", "plan", "share", "partial_out",
+                "partial_stats", "arrivals", "q_norm", "k_norm", "cos_sin",
+            )
+        ],
+        ("scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        *[(name, ctypes.c_int) for name in ("q_stride", "out_stride", "table_stride", "num_rows")],
+    )  # fmt: skip
+
+
+def serves(*, page_size: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes such attention, on a Hopper GPU."""
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    return page_size % BLOCK_TOKENS == 0 and group <= 8 and head_dim in (64, 128) and is_16_bit
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    scale: float | None,
+    rope: RopeInputs | None,
+    ahead: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """As `decode_attention`, for what this kernel `serves` and a plan in blocks of 16 tokens; page_table, rows and seq_lens
+    int32.
+    """
+    from .nvrtc_kernel import tensor_map  # it needs a library that machines without CUDA lack
+
+    page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    has_norm = rope is not None and rope.q_norm is not None
+    kernel = _made(
+        workspace.group, num_kv_heads, head_dim, page_size, q.dtype, rope=rope is not None, norm=has_norm, ahead=ahead
+    )
+    arguments = Arguments(
+        *[
+            None if tensor is None else tensor.data_ptr()
+            for tensor in (
+                q, k_cache, v_cache, out, page_table, rows, seq_lens, workspace.plan, workspace.share,
+                workspace.partial_out, workspace.partial_stats, workspace.arrivals,
+                None if rope is None else rope.q_norm, None if rope is None else rope.k_norm,
+                None if rope is None else rope.cos_sin,
+            )
+        ],
+        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
+        q.stride(0), out.stride(0), page_table.stride(0), len(seq_lens),
+    )  # fmt: skip
+    maps = [tensor_map(cache.view(-1, num_kv_heads * head_dim), BLOCK_TOKENS, 64) for cache in (k_cache, v_cache)]
+    kernel.launch(workspace.num_programs(len(seq_lens)), 32, 1, (*maps, arguments))
+    return out
+
+
+@cache
+def _made(
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    *,
+    rope: bool,
+    norm: bool,
+    ahead: bool,
+) -> NvrtcKernel:
+    from .nvrtc_kernel import NvrtcKernel
+
+    defines = {
+        "G": group, "HK": num_kv_heads, "D": head_dim, "PAGE": page_size, "STAGES": _STAGES, "ROPE": int(rope),
+        "NORM": int(norm), "AHEAD": int(ahead), "BFLOAT16": int(dtype == torch.bfloat16),
+    }  # fmt: skip
+    ring_bytes = _STAGES * BLOCK_TOKENS * head_dim * 2 * 2
+    return NvrtcKernel(_SOURCE, "paged_decode", defines, shared_bytes=1024 + ring_bytes + 8 * _STAGES)

@@ -1,0 +1,181 @@
+"""Paged decode attention in CUDA C++ as it is, compiled for the host, against attention in float64."""
+
+import ctypes
+
+import pytest
+import torch
+
+ENTRY = """
+extern "C" const char* launch(const Arguments* given, long num_slots, int programs, unsigned seed) {
+    const TensorMap k_map{given->k_cache, num_slots, HK * D, HK * D, BT, false};
+    const TensorMap v_map{given->v_cache, num_slots, HK * D, HK * D, BT, false};
+    return host::launch(programs, 1, 32, seed, [&] { paged_decode(k_map, v_map, *given); });
+}
+"""
+EPS = 1e-6
+FILES = ["head_vector.cuh", "paged_decode.cu"]
+
+
+class Case:
+    """Rows of these lengths in pages that lie anywhere; what stands behind a row's end is no number."""
+
+    def __init__(self, lengths, *, group, num_kv_heads, head_dim, page_size, rope, norm):
+        torch.manual_seed(len(lengths))
+        self.lengths, self.group, self.num_kv_heads, self.head_dim = lengths, group, num_kv_heads, head_dim
+        self.page_size, self.rope, self.norm = page_size, rope, norm
+        self.num_heads = group * num_kv_heads
+        rows, pages = len(lengths), max(1, -(-max(lengths) // page_size))
+        self.rows = torch.randperm(rows + 2)[:rows].int()
+        self.table = torch.zeros(rows + 2, pages, dtype=torch.int32)
+        self.table[self.rows.long()] = (torch.randperm(rows * pages + 2)[: rows * pages] + 1).view(rows, pages).int()
+        shape = (rows * pages + 3, page_size, num_kv_heads, head_dim)
+        self.keys, self.values = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+        for row, length in zip(self.rows.tolist(), lengths, strict=True):
+            for position in range(max(0, length - rope), pages * page_size):
+                slot = int(self.table[row, position // page_size]), position % page_size
+                self.keys[slot] = self.values[slot] = float("nan")
+        width = (self.num_heads + 2 * num_kv_heads * rope) * head_dim
+        self.q = torch.randn(rows, width + 8).bfloat16()[:, :width]
+        self.q_norm, self.k_norm = (1 + 0.2 * torch.randn(2, head_dim)).bfloat16()
+        angles = torch.arange(max(lengths) + 1)[:, None] * 10000.0 ** -torch.linspace(0, 1, head_dim // 2)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).float()
+        self.out = torch.full((rows, self.num_heads * head_dim), 7.0).bfloat16()
+
+    def rotated(self, x, norm, position):
+        x = x.double()
+        if self.norm:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * norm.double()
+        cos, sin = self.cos_sin[position].double().chunk(2, -1)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def expected(self):
+        """Output [rows, Hq, D] and the new tokens' keys and values by row, in float64."""
+        out = torch.full((len(self.lengths), self.num_heads, self.head_dim), 7.0, dtype=torch.float64)
+        new = {}
+        for index, (row, length) in enumerate(zip(self.rows.tolist(), self.lengths, strict=True)):
+            if length == 0:
+                continue
+            at = [(int(self.table[row, t // self.page_size]), t % self.page_size) for t in range(length)]
+            heads = self.q[index].view(-1, self.head_dim)
+            q, k_new, v_new = heads.split([self.num_heads, *[self.num_kv_heads * self.rope] * 2])
+            old = at[: length - self.rope]
+            empty = torch.zeros(0, self.num_kv_heads, self.head_dim).bfloat16()
+            keys = torch.stack([self.keys[slot] for slot in old] or [empty.new_zeros(empty.shape[1:])]).double()[
+                : len(old)
+            ]
+            values = torch.stack([self.values[slot] for slot in old] or [empty.new_zeros(empty.shape[1:])]).double()[
+                : len(old)
+            ]
+            q = q.double()
+            if self.rope:
+                q = self.rotated(q, self.q_norm, length - 1)
+                new[at[-1]] = self.rotated(k_new, self.k_norm, length - 1), v_new.double()
+                keys, values = torch.cat([keys, new[at[-1]][0][None]]), torch.cat([values, new[at[-1]][1][None]])
+            q = q.view(self.num_kv_heads, self.group, self.head_dim)
+            scores = torch.einsum("hgd,thd->hgt", q, keys) * self.head_dim**-0.5
+            out[index] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values).flatten(0, 1)
+        return out, new
+
+
+def plan_of(lengths, num_kv_heads, programs):
+    """What `plan_decode` writes: the blocks of all sequences in equal, contiguous shares."""
+    blocks = [-(-length // 16) for length in lengths]
+    starts = [sum(blocks[:row]) * num_kv_heads for row in range(len(lengths))]
+    total = sum(blocks) * num_kv_heads
+    share = max(1, -(-total // programs))
+    plan = []
+    for program in range(programs):
+        begin = min(program * share, total)
+        row = max(row for row, start in enumerate(starts) if start <= begin)
+        head, block = divmod(begin - starts[row], max(blocks[row], 1))
+        plan.append((row, head, block, min(begin + share, total) - begin))
+    return torch.tensor(plan, dtype=torch.int32), torch.tensor([share], dtype=torch.int32)
+
+
+def run(library, case, programs, seed):
+    from slipstream.engine.kernels.paged_decode import Arguments
+
+    plan, share = plan_of(case.lengths, case.num_kv_heads, programs)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    partial_out = torch.full((2 * programs, case.group, case.head_dim), float("nan"))
+    partial_stats = torch.full((2, 2 * programs, case.group), float("nan"))
+    arrivals = torch.zeros(len(case.lengths) * case.num_kv_heads, dtype=torch.int32)
+    tensors = (
+        case.q, case.keys, case.values, case.out, case.table, case.rows, lengths, plan, share, partial_out, partial_stats,
+        arrivals, case.q_norm, case.k_norm, case.cos_sin,
+    )  # fmt: skip
+    scale = case.head_dim**-0.5 * 1.4426950408889634
+    strides = case.q.stride(0), case.out.stride(0), case.table.stride(0)
+    given = Arguments(*[tensor.data_ptr() for tensor in tensors], scale, EPS, *strides, len(case.lengths))
+    library.launch.restype = ctypes.c_char_p
+    num_slots = case.keys.shape[0] * case.page_size
+    error = library.launch(ctypes.byref(given), ctypes.c_long(num_slots), programs, seed)
+    assert error is None, error.decode()
+    assert not arrivals.any()
+
+
+CASES = [  # lengths, group, KV heads, head_dim, page size, with rope, with norm, stages, programs
+    ([40, 17, 1], 2, 2, 128, 16, True, True, 3, 3),
+    ([120, 0, 33, 16], 4, 2, 128, 16, True, False, 6, 5),
+    ([130, 64, 65], 3, 3, 64, 64, False, False, 8, 4),
+    ([600, 5], 4, 1, 128, 16, True, False, 4, 3),
+    ([90, 31], 1, 4, 64, 16, True, True, 5, 16),
+    ([300], 8, 1, 128, 32, True, True, 5, 9),
+    ([64, 128, 1, 15, 16, 17], 7, 1, 128, 64, True, False, 5, 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_on_the_host_equals_float64(case, on_host):
+    lengths, group, num_kv_heads, head_dim, page_size, rope, norm, stages, programs = case
+    defines = {
+        "G": group, "HK": num_kv_heads, "D": head_dim, "PAGE": page_size, "STAGES": stages, "ROPE": int(rope),
+        "NORM": int(norm), "AHEAD": 1, "BFLOAT16": 1,
+    }  # fmt: skip
+    library = on_host(FILES, defines, ENTRY)
+    made = Case(
+        lengths, group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, rope=rope, norm=norm
+    )
+    expected, new = made.expected()
+    run(library, made, programs, seed=1)
+    torch.testing.assert_close(made.out.view(expected.shape).double(), expected, rtol=0.02, atol=0.02)
+    for slot, (key, value) in new.items():
+        torch.testing.assert_close(made.keys[slot].double(), key, rtol=0.01, atol=0.02)
+        assert torch.equal(made.values[slot].double(), value)
+
+
+FAULTS = {
+    "a block is read before it has come": ("wait_barrier(barriers + 8 * stage, parity);", ""),
+    "a stage is filled while it is read": (
+        "attend(x, q, ring + stage * STAGE_BYTES, limit - at * BT, arg.scale, lane);\n            __syncwarp();\n"
+        "            sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);",
+        "sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);\n"
+        "            attend(x, q, ring + stage * STAGE_BYTES, limit - at * BT, arg.scale, lane);",
+    ),
+    "what stands behind the end is multiplied": (
+        "a[0] &= keep_low, a[1] &= keep_low, a[2] &= keep_high, a[3] &= keep_high;",
+        "",
+    ),
+    "pages are those of the row before": ("        turn_to(0);\n    }\n};", "    }\n};"),
+    "a part is forgotten": ("program <= last_program; ++program", "program < last_program; ++program"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_kernel_is_noticed(fault, on_host):
+    defines = {"G": 2, "HK": 2, "D": 64, "PAGE": 16, "STAGES": 2, "ROPE": 1, "NORM": 0, "AHEAD": 1, "BFLOAT16": 1}
+
+    def is_right(library, seed):
+        made = Case([70, 100], group=2, num_kv_heads=2, head_dim=64, page_size=16, rope=True, norm=False)
+        expected, _ = made.expected()
+        try:
+            run(library, made, 3, seed)
+            torch.testing.assert_close(made.out.view(expected.shape).double(), expected, rtol=0.02, atol=0.02)
+        except AssertionError:
+            return False
+        return True
+
+    assert is_right(on_host(FILES, defines, ENTRY), 0)
+    faulty = on_host(FILES, defines, ENTRY, FAULTS[fault])
+    assert not all(is_right(faulty, seed) for seed in range(10))

@@ -131,13 +131,14 @@ def attention_reference(q, k_cache, v_cache, table, row, seq_len):
 )
 @pytest.mark.parametrize("seq_lens", [[1], [1000], [8192, 1, 130, 0, 64], list(range(1, 257))])
 def test_decode_attention_equals_float64_and_itself(num_q_heads, num_kv_heads, head_dim, page_size, seq_lens):
-    from slipstream.engine.kernels.decode_attention import decode_attention
+    from slipstream.engine.kernels.decode_attention import decode_attention, has_paged_decode
     from slipstream.engine.kernels.decode_plan import make_decode_workspace, plan_decode
 
     k_cache, v_cache, table, rows = paged(seq_lens, num_kv_heads, head_dim, page_size)
     q, lengths = randn(len(seq_lens), num_q_heads, head_dim), ints(seq_lens)
     shape = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    workspace = make_decode_workspace(max_rows=len(seq_lens), device=CUDA, **shape)
+    has_paged = has_paged_decode(k_cache, num_q_heads // num_kv_heads)
+    workspace = make_decode_workspace(max_rows=len(seq_lens), device=CUDA, has_paged=has_paged, **shape)
     plan_decode(lengths, workspace)
     out = decode_attention(q, k_cache, v_cache, table, rows, lengths, workspace)
     for _ in range(3):
@@ -158,7 +159,7 @@ def test_decode_attention_equals_float64_and_itself(num_q_heads, num_kv_heads, h
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "with_norm"), [(16, 8, True), (32, 8, False)])
 def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q_heads, num_kv_heads, with_norm, few):
-    from slipstream.engine.kernels.decode_attention import RopeInputs, decode_attention
+    from slipstream.engine.kernels.decode_attention import RopeInputs, decode_attention, has_paged_decode
     from slipstream.engine.kernels.decode_plan import make_decode_workspace, plan_decode
     from slipstream.engine.kernels.rope_kv_write import rope_kv_write
 
@@ -177,8 +178,9 @@ def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q
     a, b = part.chunk(2, -1)
     assert_near(q, torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
     workspace = make_decode_workspace(
-        max_rows=256, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=128, device=CUDA
-    )
+        max_rows=256, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=128, device=CUDA,
+        has_paged=has_paged_decode(k_cache, num_q_heads // num_kv_heads),
+    )  # fmt: skip
     plan_decode(lengths, workspace)
     expected = decode_attention(q, k_two, v_two, table, rows, lengths, workspace)
     rope = RopeInputs(cos_sin=cos_sin, eps=EPS, **norms)

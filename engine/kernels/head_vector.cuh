@@ -20,8 +20,27 @@ __device__ __forceinline__ Spread load_spread(const u16* from, int lane) {
     return x;
 }
 
-// RMS-normed where asked, rotated by the angles of `position`, rounded.
-__device__ __forceinline__ Spread rotated(const Spread& x, const u16* norm, const float* angles, float eps, int lane) {
+// Cosines and sines of one position, of a lane's dimensions in the first half of the vector.
+struct Angles {
+    float2 cos[KS / 2][2], sin[KS / 2][2];
+};
+
+__device__ __forceinline__ Angles load_angles(const float* from, int lane) {
+    Angles angles;
+#pragma unroll
+    for (int ks = 0; ks < KS / 2; ++ks) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int d = 16 * ks + 8 * h + lane % 4 * 2;
+            angles.cos[ks][h] = *reinterpret_cast<const float2*>(from + d);
+            angles.sin[ks][h] = *reinterpret_cast<const float2*>(from + D / 2 + d);
+        }
+    }
+    return angles;
+}
+
+// RMS-normed where asked, rotated, rounded.
+__device__ __forceinline__ Spread rotated(const Spread& x, const u16* norm, const Angles& angles, float eps, int lane) {
     float2 y[KS][2];
     float length = 0.0f;
 #pragma unroll
@@ -51,9 +70,7 @@ __device__ __forceinline__ Spread rotated(const Spread& x, const u16* norm, cons
     for (int ks = 0; ks < KS / 2; ++ks) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int d = 16 * ks + 8 * h + lane % 4 * 2;
-            const float2 c = *reinterpret_cast<const float2*>(angles + d);
-            const float2 s = *reinterpret_cast<const float2*>(angles + D / 2 + d);
+            const float2 c = angles.cos[ks][h], s = angles.sin[ks][h];
             const float2 a = y[ks][h], b = y[ks + KS / 2][h];
             result.pair[ks][h] = to_pair(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
             result.pair[ks + KS / 2][h] = to_pair(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);

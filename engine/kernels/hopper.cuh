@@ -80,6 +80,14 @@ __device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int 
         : "memory");
 }
 
+__device__ __forceinline__ void load_box(u32 target, const TensorMap* map, int x, int y, int z, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 __device__ __forceinline__ void load_tile_for_all(
     u32 target, const TensorMap* map, int k, int row, u32 barrier, u64 policy, u16 peers) {
     asm volatile(

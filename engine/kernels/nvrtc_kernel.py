@@ -86,23 +86,23 @@ class NvrtcKernel:
         return config
 
 
-def tensor_map(tensor: torch.Tensor, box_rows: int, box_columns: int) -> ctypes.Array[ctypes.c_char]:
-    """What the bulk copy engine must know of `tensor` [rows, columns], 16-bit, rows contiguous and 16-byte aligned, to
-    load boxes of it with a 128-byte swizzle. What lies outside reads as zero. Valid while the tensor's memory is.
+def tensor_map(tensor: torch.Tensor, *box: int) -> ctypes.Array[ctypes.c_char]:
+    """What the bulk copy engine must know of `tensor`, 16-bit, its last dimension contiguous and the others 16-byte aligned, to
+    load boxes of this shape with a 128-byte swizzle. What lies outside reads as zero. Valid while the tensor's memory is.
     """
-    rows, columns = tensor.shape
+    sizes, strides = tensor.shape[::-1], tensor.stride()[-2::-1]
     types = driver.CUtensorMapDataType
     made = _checked(
         driver.cuTensorMapEncodeTiled(
             types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
             if tensor.dtype == torch.bfloat16
             else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            2,
+            len(box),
             tensor.data_ptr(),
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(tensor.stride(0) * 2)],
-            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride * 2) for stride in strides],
+            [driver.cuuint32_t(size) for size in box[::-1]],
+            [driver.cuuint32_t(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -11,8 +11,8 @@
 constexpr int BT = 16;
 constexpr int HQ = HK * G;
 constexpr int HALVES = D / 64;
-constexpr int HALF_BYTES = BT * 128;
-constexpr int STAGE_BYTES = 2 * HALVES * HALF_BYTES;
+constexpr int BLOCK_BYTES = BT * D * 2;
+constexpr int STAGE_BYTES = 2 * BLOCK_BYTES;
 constexpr float LOWEST = -1e30f;
 
 struct Arguments {
@@ -51,20 +51,21 @@ __device__ __forceinline__ Softmax nothing() {
     return x;
 }
 
-// Where 8 dimensions of a token lie in half a stage, as the copy engine swizzles them.
-__device__ __forceinline__ u32 place(u32 half, int token, int chunk) {
-    return half + token * 128 + ((chunk ^ (token & 7)) << 4);
+// Where 8 dimensions of a token lie: a block has 128 bytes of it behind one another, and the copy engine swizzles those.
+__device__ __forceinline__ u32 place(u32 block, int token, int dimension) {
+    const int line = token * HALVES + dimension / 64;
+    return block + line * 128 + ((dimension % 64 / 8 ^ (line & 7)) << 4);
 }
 
 // One block in stage `base`, of which the first `limit` tokens count.
 __device__ __forceinline__ void attend(Softmax& x, const Spread& q, u32 base, int limit, float scale, int lane) {
     float even[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     {
-        const int token = lane % 8 + (lane >> 3 & 1) * 8, chunk = lane >> 4;
+        const int token = lane % 8 + (lane >> 3 & 1) * 8, chunk = lane >> 4 << 3;
 #pragma unroll
         for (int ks = 0; ks < KS; ++ks) {
             u32 a[4];
-            load_matrices(a, place(base + ks / 4 * HALF_BYTES, token, ks % 4 * 2 + chunk));
+            load_matrices(a, place(base, token, 16 * ks + chunk));
             multiply_add(ks % 2 ? odd : even, a, q.pair[ks][0], q.pair[ks][1]);
         }
     }
@@ -98,26 +99,54 @@ __device__ __forceinline__ void attend(Softmax& x, const Spread& q, u32 base, in
     const int first = lane % 4 * 2;
     const u32 keep_low = (first < limit ? 0xFFFFu : 0) | (first + 1 < limit ? 0xFFFF0000u : 0);
     const u32 keep_high = (first + 8 < limit ? 0xFFFFu : 0) | (first + 9 < limit ? 0xFFFF0000u : 0);
-    const u32 values = base + HALVES * HALF_BYTES;
-    const int from = lane % 8 + (lane >> 4) * 8, chunk = lane >> 3 & 1;
+    const int from = lane % 8 + (lane >> 4) * 8, chunk = (lane >> 3 & 1) << 3;
 #pragma unroll
     for (int t = 0; t < KS; ++t) {
         u32 a[4];
-        load_matrices_transposed(a, place(values + t / 4 * HALF_BYTES, from, t % 4 * 2 + chunk));
+        load_matrices_transposed(a, place(base + BLOCK_BYTES, from, 16 * t + chunk));
         a[0] &= keep_low, a[1] &= keep_low, a[2] &= keep_high, a[3] &= keep_high;
         multiply_add(x.acc[t], a, low, high);
     }
 }
 
+// What a sequence needs besides its blocks. It is sent for while the sequence before is computed.
+struct Inputs {
+    Spread q, k;
+    Angles angles;
+    u16 v[2 * KS];   // of a lane's dimensions of the result
+    u32 v_pair[2];   // what this lane writes to the pool
+    long long slot;  // of the new token
+
+    // What the step's own kernels before this one do not write.
+    __device__ __forceinline__ void take_place(const Arguments& arg, int head, int seq_len, int request) {
+        if (!ROPE || seq_len == 0) return;
+        const int position = seq_len - 1;
+        angles = load_angles(arg.cos_sin + static_cast<long long>(position) * D, threadIdx.x);
+        const long long page = arg.table[static_cast<long long>(request) * arg.table_stride + position / PAGE];
+        slot = ((page * PAGE + position % PAGE) * HK + head) * D;
+    }
+
+    __device__ __forceinline__ void take_vectors(const Arguments& arg, int row, int head) {
+        const int lane = threadIdx.x;
+        const u16* source = arg.q + static_cast<long long>(row) * arg.q_stride;
+        const int query = lane / 4 < G ? lane / 4 : G - 1;  // the others compute for nobody
+        q = load_spread(source + (head * G + query) * D, lane);
+        if (!ROPE) return;
+        const u16* k_from = source + (HQ + head) * D;
+        const u16* v_from = k_from + HK * D;
+        k = load_spread(k_from, lane);
+#pragma unroll
+        for (int i = 0; i < 2 * KS; ++i) v[i] = v_from[8 * i + lane / 4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (lane / 4 < KS) v_pair[h] = *reinterpret_cast<const u32*>(v_from + lane / 4 * 16 + 8 * h + lane % 4 * 2);
+        }
+    }
+};
+
 // The new token is not in the pool yet: whoever ends the sequence writes it there and starts the softmax with it.
-__device__ __forceinline__ Softmax start_with_new_token(
-    const Arguments& arg, const Spread& q, const u16* source, int head, int request, int position, int lane) {
-    const u16* k_from = source + (HQ + head) * D;
-    const u16* v_from = k_from + HK * D;
-    const float* angles = arg.cos_sin + static_cast<long long>(position) * D;
-    const Spread k = rotated(load_spread(k_from, lane), arg.k_norm, angles, arg.eps, lane);
-    const long long page = arg.table[static_cast<long long>(request) * arg.table_stride + position / PAGE];
-    const long long slot = ((page * PAGE + position % PAGE) * HK + head) * D;
+__device__ __forceinline__ Softmax start_with_new_token(const Arguments& arg, const Spread& q, const Inputs& in, int lane) {
+    const Spread k = rotated(in.k, arg.k_norm, in.angles, arg.eps, lane);
     float score = 0.0f;
 #pragma unroll
     for (int ks = 0; ks < KS; ++ks) {
@@ -126,9 +155,9 @@ __device__ __forceinline__ Softmax start_with_new_token(
             const float2 a = from_pair(q.pair[ks][h]), b = from_pair(k.pair[ks][h]);
             score += a.x * b.x + a.y * b.y;
             if (lane / 4 == ks) {
-                const int d = 16 * ks + 8 * h + lane % 4 * 2;
-                *reinterpret_cast<u32*>(arg.k_cache + slot + d) = k.pair[ks][h];
-                *reinterpret_cast<u32*>(arg.v_cache + slot + d) = *reinterpret_cast<const u32*>(v_from + d);
+                const long long at = in.slot + 16 * ks + 8 * h + lane % 4 * 2;
+                *reinterpret_cast<u32*>(arg.k_cache + at) = k.pair[ks][h];
+                *reinterpret_cast<u32*>(arg.v_cache + at) = in.v_pair[h];
             }
         }
     }
@@ -142,13 +171,7 @@ __device__ __forceinline__ Softmax start_with_new_token(
         x.weight[j] = lane < 4 ? 1.0f : 0.0f;
     }
 #pragma unroll
-    for (int t = 0; t < KS; ++t) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float v = from_pair(v_from[16 * t + 8 * h + lane / 4]).x;
-            x.acc[t][2 * h] = x.acc[t][2 * h + 1] = v;
-        }
-    }
+    for (int i = 0; i < 2 * KS; ++i) x.acc[i / 2][i % 2 * 2] = x.acc[i / 2][i % 2 * 2 + 1] = from_pair(in.v[i]).x;
     return x;
 }
 
@@ -186,30 +209,50 @@ __device__ __forceinline__ void combine(
     }
 }
 
-// A whole sequence's output, or a part of it in slot `slot`; the last part to arrive combines them all. `start` is the flat
-// index of the sequence's first block.
-__device__ __forceinline__ void finish(
-    const Arguments& arg, Softmax& x, int row, int head, bool is_whole, int start, int num_blocks, int slot, int share,
-    int lane) {
-    u16* out = arg.out + static_cast<long long>(row) * arg.out_stride + head * G * D;
+// A part of a sequence that has been written, and who came before.
+struct Part {
+    int row, head, first_program, last_program, first_slot;
+    int before;  // lane 0's; it may still be on its way
+    bool is_open;
+};
+
+// The last part to arrive combines them all.
+__device__ __forceinline__ void settle(const Arguments& arg, Part& part, int lane) {
+    if (!part.is_open) return;
+    part.is_open = false;
+    if (__shfl_sync(0xFFFFFFFF, part.before, 0) != part.last_program - part.first_program) return;
+    __threadfence();
+    u16* out = arg.out + static_cast<long long>(part.row) * arg.out_stride + part.head * G * D;
+    combine(arg, out, part.first_program, part.last_program, part.first_slot, gridDim.x * 2, lane);
+    if (lane == 0) arg.arrivals[part.row * HK + part.head] = 0;
+}
+
+__device__ __forceinline__ void add_up_weights(Softmax& x) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
         for (int across = 4; across <= 16; across *= 2) x.weight[j] += __shfl_xor_sync(0xFFFFFFFF, x.weight[j], across);
     }
-    if (is_whole) {
-        const float inverse[2] = {
-            x.weight[0] > 0.0f ? 1.0f / x.weight[0] : 1.0f, x.weight[1] > 0.0f ? 1.0f / x.weight[1] : 1.0f};
+}
+
+// A whole sequence's output.
+__device__ __forceinline__ void write_out(const Arguments& arg, Softmax& x, int row, int head, int lane) {
+    add_up_weights(x);
+    u16* out = arg.out + static_cast<long long>(row) * arg.out_stride + head * G * D;
+    const float inverse[2] = {x.weight[0] > 0.0f ? 1.0f / x.weight[0] : 1.0f, x.weight[1] > 0.0f ? 1.0f / x.weight[1] : 1.0f};
 #pragma unroll
-        for (int t = 0; t < KS; ++t) {
+    for (int t = 0; t < KS; ++t) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const u32 pair = transposed(to_pair(x.acc[t][2 * h] * inverse[0], x.acc[t][2 * h + 1] * inverse[1]));
-                if (lane / 4 < G) *reinterpret_cast<u32*>(out + lane / 4 * D + 16 * t + 8 * h + lane % 4 * 2) = pair;
-            }
+        for (int h = 0; h < 2; ++h) {
+            const u32 pair = transposed(to_pair(x.acc[t][2 * h] * inverse[0], x.acc[t][2 * h + 1] * inverse[1]));
+            if (lane / 4 < G) *reinterpret_cast<u32*>(out + lane / 4 * D + 16 * t + 8 * h + lane % 4 * 2) = pair;
         }
-        return;
     }
+}
+
+// A part of a sequence, into slot `slot`.
+__device__ __forceinline__ void write_part(const Arguments& arg, Softmax& x, Part& part, int slot, int lane) {
+    add_up_weights(x);
     const int num_slots = gridDim.x * 2;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -227,43 +270,64 @@ __device__ __forceinline__ void finish(
             }
         }
     }
-    const int first_program = start / share, last_program = (start + num_blocks - 1) / share;
     __threadfence();
     __syncwarp();
-    int before = 0;
-    if (lane == 0) before = atomicAdd(arg.arrivals + row * HK + head, 1);
-    before = __shfl_sync(0xFFFFFFFF, before, 0);
-    if (before == last_program - first_program) {
-        __threadfence();
-        combine(arg, out, first_program, last_program, start == first_program * share ? 0 : 1, num_slots, lane);
-        if (lane == 0) arg.arrivals[row * HK + head] = 0;
-    }
+    if (lane == 0) part.before = atomicAdd(arg.arrivals + part.row * HK + part.head, 1);
+    part.is_open = true;
 }
 
-// Walks the blocks of a share, and sends for them.
-struct Sender {
+// Goes from sequence to sequence, and knows of the rows ahead what takes time to learn.
+struct Walk {
     const Arguments& arg;
-    const TensorMap* k_map;
-    const TensorMap* v_map;
-    int lane, row, head, block, left;
-    int seq_len, request, next_len, next_request;
-    int window, pages;  // page numbers from `window` on, one a lane
+    int row, head;
+    int seq_len, request, pages;  // pages: the first of its row, one a lane
+    int next_len, next_request, next_pages, after_len, after_request;
 
     __device__ __forceinline__ void begin() {
-        seq_len = left > 0 ? arg.seq_lens[row] : 0, request = left > 0 ? arg.rows[row] : 0;
-        look_ahead();
-        turn_to(block * BT / PAGE & ~31);
+        seq_len = arg.seq_lens[row], request = arg.rows[row];
+        look(row + 1, next_len, next_request);
+        look(row + 2, after_len, after_request);
+        pages = first_pages(seq_len, request);
+        next_pages = first_pages(next_len, next_request);
     }
 
-    __device__ __forceinline__ void look_ahead() {
-        const bool there = row + 1 < arg.num_rows;
-        next_len = there ? arg.seq_lens[row + 1] : 0, next_request = there ? arg.rows[row + 1] : 0;
+    __device__ __forceinline__ void look(int at, int& len, int& whose) const {
+        len = at < arg.num_rows ? arg.seq_lens[at] : 0, whose = at < arg.num_rows ? arg.rows[at] : 0;
     }
 
-    __device__ __forceinline__ void turn_to(int first_page) {
-        window = first_page;
-        const int mine = first_page + lane;
-        pages = mine * PAGE < seq_len ? arg.table[static_cast<long long>(request) * arg.table_stride + mine] : 0;
+    __device__ __forceinline__ int pages_from(int first, int len, int whose) const {
+        const int mine = first + threadIdx.x;
+        return mine * PAGE < len ? arg.table[static_cast<long long>(whose) * arg.table_stride + mine] : 0;
+    }
+
+    __device__ __forceinline__ int first_pages(int len, int whose) const { return pages_from(0, len, whose); }
+
+    // There must be one: a row without tokens is none.
+    __device__ __forceinline__ void go_on() {
+        if (++head < HK) return;
+        head = 0;
+        do {
+            ++row, seq_len = next_len, request = next_request, pages = next_pages;
+            next_len = after_len, next_request = after_request;
+            look(row + 2, after_len, after_request);
+            next_pages = first_pages(next_len, next_request);
+        } while (seq_len == 0);
+    }
+};
+
+// Sends for the blocks of a share, one after the other.
+struct Sender {
+    const TensorMap* k_map;
+    const TensorMap* v_map;
+    Walk walk;
+    int block, left;
+    int window, pages;  // page numbers from `window` on, one a lane
+
+    __device__ __forceinline__ void begin() { turn_to(block * BT / PAGE & ~31); }
+
+    __device__ __forceinline__ void turn_to(int first) {
+        window = first;
+        pages = first == 0 ? walk.pages : walk.pages_from(first, walk.seq_len, walk.request);
     }
 
     __device__ __forceinline__ void send(u32 stage, u32 barrier) {
@@ -271,28 +335,16 @@ struct Sender {
         const int page_index = block * BT / PAGE;
         if (page_index - window >= 32) turn_to(page_index & ~31);
         const int page = __shfl_sync(0xFFFFFFFF, pages, page_index - window);
-        if (lane == 0) {
+        if (threadIdx.x == 0) {
             const int slot = page * PAGE + block * BT % PAGE;
             expect_bytes(barrier, STAGE_BYTES);
-#pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                const int column = head * D + 64 * half;
-                load_tile(stage + half * HALF_BYTES, k_map, column, slot, barrier, EVICT_FIRST);
-                load_tile(stage + (HALVES + half) * HALF_BYTES, v_map, column, slot, barrier, EVICT_FIRST);
-            }
+            load_box(stage, k_map, 0, walk.head * HALVES, slot, barrier, EVICT_FIRST);
+            load_box(stage + BLOCK_BYTES, v_map, 0, walk.head * HALVES, slot, barrier, EVICT_FIRST);
         }
         --left, ++block;
-        if (left == 0 || block * BT < seq_len) return;
+        if (left == 0 || block * BT < walk.seq_len) return;
         block = 0;
-        if (++head < HK) {
-            if (window != 0) turn_to(0);
-            return;
-        }
-        head = 0;
-        do {
-            ++row, seq_len = next_len, request = next_request;
-            look_ahead();
-        } while (seq_len == 0);  // there is one that is not empty, for blocks are left
+        walk.go_on();
         turn_to(0);
     }
 };
@@ -313,27 +365,35 @@ extern "C" __global__ void __launch_bounds__(32) paged_decode(
     if (!AHEAD) wait_for_inputs();
     const int4 plan = reinterpret_cast<const int4*>(arg.plan)[program];
     const int share = *arg.share;
-    int row = plan.x, head = plan.y, block = plan.z, left = plan.w;
-    Sender sender{arg, &k_map, &v_map, lane, row, head, block, left};
+    int block = plan.z, left = plan.w;
+    if (left == 0) {
+        wait_for_inputs();  // who comes after this kernel relies on all before it
+        return;
+    }
+    Walk walk{arg, plan.x, plan.y};
+    walk.begin();
+    Sender sender{&k_map, &v_map, walk, block, left};
     sender.begin();
-    int seq_len = sender.seq_len, request = sender.request;
     for (int stage = 0; stage < STAGES; ++stage) sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);
+    Inputs in;
+    in.take_place(arg, walk.head, walk.seq_len, walk.request);
     if (AHEAD) wait_for_inputs();
     release_dependents();
+    in.take_vectors(arg, walk.row, walk.head);
 
     int flat = program * share, slot = program * 2, stage = 0, parity = 0;
-    while (left > 0) {
-        const int num_blocks = (seq_len + BT - 1) / BT, last = min(num_blocks, block + left);
-        const u16* source = arg.q + static_cast<long long>(row) * arg.q_stride;
-        const int query = lane / 4 < G ? lane / 4 : G - 1;  // the others compute for nobody
-        Spread q = load_spread(source + (head * G + query) * D, lane);
-        const int limit = ROPE ? seq_len - 1 : seq_len;
-        Softmax x;
-        if (ROPE) q = rotated(q, arg.q_norm, arg.cos_sin + static_cast<long long>(limit) * D, arg.eps, lane);
-        if (ROPE && last == num_blocks) {
-            x = start_with_new_token(arg, q, source, head, request, limit, lane);
-        } else {
-            x = nothing();
+    Part part;
+    part.is_open = false;
+    while (true) {
+        const int row = walk.row, head = walk.head, limit = ROPE ? walk.seq_len - 1 : walk.seq_len;
+        const int num_blocks = (walk.seq_len + BT - 1) / BT, last = min(num_blocks, block + left);
+        const Spread q = ROPE ? rotated(in.q, arg.q_norm, in.angles, arg.eps, lane) : in.q;
+        Softmax x = ROPE && last == num_blocks ? start_with_new_token(arg, q, in, lane) : nothing();
+        left -= last - block;
+        if (left > 0) {
+            walk.go_on();
+            in.take_place(arg, walk.head, walk.seq_len, walk.request);
+            in.take_vectors(arg, walk.row, walk.head);
         }
         for (int at = block; at < last; ++at) {
             wait_barrier(barriers + 8 * stage, parity);
@@ -342,15 +402,17 @@ extern "C" __global__ void __launch_bounds__(32) paged_decode(
             sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        finish(arg, x, row, head, block == 0 && last == num_blocks, flat - block, num_blocks, slot, share, lane);
-        left -= last - block, flat += last - block;
-        block = 0, slot = program * 2 + 1;
-        if (left > 0 && ++head == HK) {
-            head = 0;
-            do {
-                ++row;
-                seq_len = arg.seq_lens[row], request = arg.rows[row];
-            } while (seq_len == 0);
+        settle(arg, part, lane);
+        if (block == 0 && last == num_blocks) {
+            write_out(arg, x, row, head, lane);
+        } else {
+            const int start = flat - block, first = start / share;
+            part = {row, head, first, (start + num_blocks - 1) / share, start == first * share ? 0 : 1};
+            write_part(arg, x, part, slot, lane);
         }
+        if (left == 0) break;
+        flat += last - block;
+        block = 0, slot = program * 2 + 1;
     }
+    settle(arg, part, lane);
 }

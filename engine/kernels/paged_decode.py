@@ -83,7 +83,7 @@ def paged_decode(
         (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
         q.stride(0), out.stride(0), page_table.stride(0), len(seq_lens),
     )  # fmt: skip
-    maps = [tensor_map(cache.view(-1, num_kv_heads * head_dim), BLOCK_TOKENS, 64) for cache in (k_cache, v_cache)]
+    maps = [tensor_map(cache.view(-1, num_kv_heads * head_dim // 64, 64), BLOCK_TOKENS, head_dim // 64, 64) for cache in (k_cache, v_cache)]
     kernel.launch(workspace.num_programs(len(seq_lens)), 32, 1, (*maps, arguments))
     return out
 

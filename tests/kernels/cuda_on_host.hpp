@@ -58,12 +58,14 @@ inline int atomicAdd(int* to, int more) {
 inline void __threadfence() {}
 using std::min;
 
-// A matrix of 16-bit numbers, and the box of it that one copy loads: always 64 columns.
+// A matrix of 16-bit numbers, and the box of it that one copy loads: 64 columns, or 64 times `across` whose pieces lie behind one
+// another.
 struct TensorMap {
     const u16* base;
     long rows, columns, stride;
     int box_rows;
     bool is_input;  // written by the kernel before: nobody may load it ahead of the wait
+    int across = 1;
 };
 
 static unsigned char memory[1];  // what the kernel declares; `shared_address` knows better
@@ -201,14 +203,14 @@ inline float element(u64 operand, int row, int column) {
 
 inline void copy_to(u32 target, const TensorMap& map, int column, int row, u32 barrier) {
     for (int r = 0; r < map.box_rows; ++r) {
-        for (int c = 0; c < 64; ++c) {
-            const u32 address = target + r * 128 + c * 2;
+        for (int c = 0; c < 64 * map.across; ++c) {
+            const u32 address = target + (r * map.across + c / 64) * 128 + c % 64 * 2;
             const bool inside = row + r < map.rows && column + c < map.columns;
             const u16 value = inside ? map.base[(row + r) * map.stride + column + c] : u16(0);
             std::memcpy(at(address ^ ((address >> 7 & 7) << 4)), &value, 2);
         }
     }
-    machine.barriers[barrier].bytes -= map.box_rows * 128;
+    machine.barriers[barrier].bytes -= map.box_rows * map.across * 128;
     settle(machine.barriers[barrier]);
 }
 
@@ -329,6 +331,10 @@ inline void arrive_at_peer(u32 barrier, u32 rank) {
 
 inline void load_tile(u32 target, const TensorMap* map, int k, int row, u32 barrier, u64) {
     host::send(target, map, k, row, barrier);
+}
+
+inline void load_box(u32 target, const TensorMap* map, int, int y, int z, u32 barrier, u64) {
+    host::send(target, map, y * 64, z, barrier);
 }
 
 inline void load_tile_for_all(u32 target, const TensorMap* map, int k, int row, u32 barrier, u64, u16 peers) {

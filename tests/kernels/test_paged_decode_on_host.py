@@ -7,8 +7,8 @@ import torch
 
 ENTRY = """
 extern "C" const char* launch(const Arguments* given, long num_slots, int programs, unsigned seed) {
-    const TensorMap k_map{given->k_cache, num_slots, HK * D, HK * D, BT, false};
-    const TensorMap v_map{given->v_cache, num_slots, HK * D, HK * D, BT, false};
+    const TensorMap k_map{given->k_cache, num_slots, HK * D, HK * D, BT, false, HALVES};
+    const TensorMap v_map{given->v_cache, num_slots, HK * D, HK * D, BT, false, HALVES};
     return host::launch(programs, 1, 32, seed, [&] { paged_decode(k_map, v_map, *given); });
 }
 """
@@ -157,7 +157,9 @@ FAULTS = {
         "a[0] &= keep_low, a[1] &= keep_low, a[2] &= keep_high, a[3] &= keep_high;",
         "",
     ),
-    "pages are those of the row before": ("        turn_to(0);\n    }\n};", "    }\n};"),
+    "pages are those of the row before": ("walk.go_on();\n        turn_to(0);", "walk.go_on();"),
+    "inputs are those of the sequence before": ("            in.take_vectors(arg, walk.row, walk.head);", ""),
+    "angles are those of the row before": ("            in.take_place(arg, walk.head, walk.seq_len, walk.request);", ""),
     "a part is forgotten": ("program <= last_program; ++program", "program < last_program; ++program"),
 }
 

@@ -97,6 +97,14 @@ __device__ __forceinline__ void load_tile_for_all(
         : "memory");
 }
 
+// Counts an arrival at a place in global memory and returns how many came before: what this warp wrote before it is there for
+// whoever comes after, and what they wrote is there for this warp.
+__device__ __forceinline__ int arrive_at(int* count) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
+
 // An operand of 128-byte rows whose 16-byte parts are swizzled in groups of eight rows, as the copy engine leaves them.
 __device__ __forceinline__ u64 operand(u32 address) {
     return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);

@@ -175,36 +175,56 @@ __device__ __forceinline__ Softmax start_with_new_token(const Arguments& arg, co
     return x;
 }
 
-// Merges the parts of one (row, head) in the order of their programs and writes the output.
+// Merges the parts of one (row, head) in the order of their programs and writes the output. Every round trip to memory is a
+// microsecond, so some parts of all queries are sent for at once.
 __device__ __forceinline__ void combine(
     const Arguments& arg, u16* out, int first_program, int last_program, int first_slot, int num_slots, int lane) {
-    constexpr int MINE = D / 32;
+    constexpr int MINE = D / 32, AT_ONCE = G <= 2 ? 4 : G <= 4 ? 2 : 1;
+    float best[G], weight[G], acc[G][MINE];
+#pragma unroll
     for (int g = 0; g < G; ++g) {
-        float best = LOWEST, weight = 0.0f, acc[MINE];
-        for (int program = first_program + lane; program <= last_program; program += 32) {
-            const int slot = program * 2 + (program == first_program ? first_slot : 0);
-            best = fmaxf(best, __ldcg(arg.partial_stats + slot * G + g));
-        }
+        best[g] = LOWEST, weight[g] = 0.0f;
 #pragma unroll
-        for (int across = 16; across; across /= 2) best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFF, best, across));
+        for (int i = 0; i < MINE; ++i) acc[g][i] = 0.0f;
+    }
+    for (int program = first_program; program <= last_program; program += AT_ONCE) {
+        float part_best[AT_ONCE][G], part_weight[AT_ONCE][G];
+        float2 part[AT_ONCE][G][MINE / 2];
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) acc[i] = 0.0f;
-#pragma unroll 8
-        for (int program = first_program; program <= last_program; ++program) {
-            const int at = (program * 2 + (program == first_program ? first_slot : 0)) * G + g;
-            const float factor = exp2f(__ldcg(arg.partial_stats + at) - best);
-            weight += factor * __ldcg(arg.partial_stats + num_slots * G + at);
+        for (int n = 0; n < AT_ONCE; ++n) {
+            const int there = min(program + n, last_program);
+            const int slot = there * 2 + (there == first_program ? first_slot : 0);
 #pragma unroll
-            for (int i = 0; i < MINE; i += 2) {
-                const float* from = arg.partial_out + static_cast<long long>(at) * D + lane * MINE + i;
-                const float2 v = __ldcg(reinterpret_cast<const float2*>(from));
-                acc[i] += factor * v.x, acc[i + 1] += factor * v.y;
+            for (int g = 0; g < G; ++g) {
+                const int at = slot * G + g;
+                part_best[n][g] = __ldcg(arg.partial_stats + at);
+                part_weight[n][g] = __ldcg(arg.partial_stats + num_slots * G + at);
+                const float2* from = reinterpret_cast<const float2*>(arg.partial_out + static_cast<long long>(at) * D);
+#pragma unroll
+                for (int i = 0; i < MINE / 2; ++i) part[n][g][i] = __ldcg(from + lane * (MINE / 2) + i);
             }
         }
-        const float inverse = weight > 0.0f ? 1.0f / weight : 1.0f;
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            if (program + n > last_program) break;
+#pragma unroll
+            for (int g = 0; g < G; ++g) {
+                const float larger = fmaxf(best[g], part_best[n][g]);
+                const float old = exp2f(best[g] - larger), more = exp2f(part_best[n][g] - larger);
+                best[g] = larger, weight[g] = weight[g] * old + part_weight[n][g] * more;
+#pragma unroll
+                for (int i = 0; i < MINE; ++i) {
+                    acc[g][i] = acc[g][i] * old + (i % 2 ? part[n][g][i / 2].y : part[n][g][i / 2].x) * more;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+        const float inverse = weight[g] > 0.0f ? 1.0f / weight[g] : 1.0f;
 #pragma unroll
         for (int i = 0; i < MINE; i += 2) {
-            *reinterpret_cast<u32*>(out + g * D + lane * MINE + i) = to_pair(acc[i] * inverse, acc[i + 1] * inverse);
+            *reinterpret_cast<u32*>(out + g * D + lane * MINE + i) = to_pair(acc[g][i] * inverse, acc[g][i + 1] * inverse);
         }
     }
 }
@@ -221,7 +241,7 @@ __device__ __forceinline__ void settle(const Arguments& arg, Part& part, int lan
     if (!part.is_open) return;
     part.is_open = false;
     if (__shfl_sync(0xFFFFFFFF, part.before, 0) != part.last_program - part.first_program) return;
-    __threadfence();
+    __syncwarp();
     u16* out = arg.out + static_cast<long long>(part.row) * arg.out_stride + part.head * G * D;
     combine(arg, out, part.first_program, part.last_program, part.first_slot, gridDim.x * 2, lane);
     if (lane == 0) arg.arrivals[part.row * HK + part.head] = 0;
@@ -270,9 +290,8 @@ __device__ __forceinline__ void write_part(const Arguments& arg, Softmax& x, Par
             }
         }
     }
-    __threadfence();
     __syncwarp();
-    if (lane == 0) part.before = atomicAdd(arg.arrivals + part.row * HK + part.head, 1);
+    if (lane == 0) part.before = arrive_at(arg.arrivals + part.row * HK + part.head);
     part.is_open = true;
 }
 

@@ -160,7 +160,7 @@ FAULTS = {
     "pages are those of the row before": ("walk.go_on();\n        turn_to(0);", "walk.go_on();"),
     "inputs are those of the sequence before": ("            in.take_vectors(arg, walk.row, walk.head);", ""),
     "angles are those of the row before": ("            in.take_place(arg, walk.head, walk.seq_len, walk.request);", ""),
-    "a part is forgotten": ("program <= last_program; ++program", "program < last_program; ++program"),
+    "a part is forgotten": ("program + n > last_program", "program + n >= last_program"),
 }
 
 

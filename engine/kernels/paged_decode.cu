@@ -1,19 +1,14 @@
 // Attention of one query token a row over its pages, on Hopper, for many sequences.
 //
-// A warp is a CTA and walks a share of the step's KV blocks (decode_plan.py), 16 tokens of one KV head each. The bulk copy
+// A warp is a CTA and walks a share of the step's KV blocks (decode_plan.py). The bulk copy
 // engine fills its ring of stages, across the borders of sequences: the next one's first blocks are on their way while this one
-// is computed, so nothing is drained between them. Scores are keys times queries and results are values times weights, with
-// tokens and dimensions as the tall side, because a KV head has few queries. Behind hopper.cuh and head_vector.cuh.
+// is computed, so nothing is drained between them. Behind hopper.cuh, head_vector.cuh and attend_block.cuh.
 //
 // Given when compiled: G (queries of a KV head, up to 8), HK, D (64 or 128), PAGE (a multiple of 16), STAGES, ROPE, NORM,
 // AHEAD, BFLOAT16.
 
-constexpr int BT = 16;
 constexpr int HQ = HK * G;
-constexpr int HALVES = D / 64;
-constexpr int BLOCK_BYTES = BT * D * 2;
 constexpr int STAGE_BYTES = 2 * BLOCK_BYTES;
-constexpr float LOWEST = -1e30f;
 
 struct Arguments {
     const u16* q;
@@ -34,80 +29,6 @@ struct Arguments {
     float scale, eps;
     int q_stride, out_stride, table_stride, num_rows;
 };
-
-// Running softmax of a lane: for queries 2 (lane % 4) + j, the largest score and this lane's part of the weight; and
-// acc[t][2 h + j], dimension 16 t + 8 h + lane / 4.
-struct Softmax {
-    float best[2], weight[2];
-    float acc[KS][4];
-};
-
-__device__ __forceinline__ Softmax nothing() {
-    Softmax x;
-    x.best[0] = x.best[1] = LOWEST;
-    x.weight[0] = x.weight[1] = 0.0f;
-#pragma unroll
-    for (int t = 0; t < KS; ++t) x.acc[t][0] = x.acc[t][1] = x.acc[t][2] = x.acc[t][3] = 0.0f;
-    return x;
-}
-
-// Where 8 dimensions of a token lie: a block has 128 bytes of it behind one another, and the copy engine swizzles those.
-__device__ __forceinline__ u32 place(u32 block, int token, int dimension) {
-    const int line = token * HALVES + dimension / 64;
-    return block + line * 128 + ((dimension % 64 / 8 ^ (line & 7)) << 4);
-}
-
-// One block in stage `base`, of which the first `limit` tokens count.
-__device__ __forceinline__ void attend(Softmax& x, const Spread& q, u32 base, int limit, float scale, int lane) {
-    float even[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    {
-        const int token = lane % 8 + (lane >> 3 & 1) * 8, chunk = lane >> 4 << 3;
-#pragma unroll
-        for (int ks = 0; ks < KS; ++ks) {
-            u32 a[4];
-            load_matrices(a, place(base, token, 16 * ks + chunk));
-            multiply_add(ks % 2 ? odd : even, a, q.pair[ks][0], q.pair[ks][1]);
-        }
-    }
-    const int token = lane / 4;
-    float s[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = token + (i / 2) * 8 < limit ? (even[i] + odd[i]) * scale : -__int_as_float(0x7F800000);
-    float best[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int across = 4; across <= 16; across *= 2) best[j] = fmaxf(best[j], __shfl_xor_sync(0xFFFFFFFF, best[j], across));
-        best[j] = fmaxf(best[j], x.best[j]);
-    }
-    if (__any_sync(0xFFFFFFFF, best[0] > x.best[0] || best[1] > x.best[1])) {
-        const float shrink[2] = {exp2f(x.best[0] - best[0]), exp2f(x.best[1] - best[1])};
-#pragma unroll
-        for (int j = 0; j < 2; ++j) x.weight[j] *= shrink[j], x.best[j] = best[j];
-#pragma unroll
-        for (int t = 0; t < KS; ++t) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x.acc[t][i] *= shrink[i % 2];
-        }
-    }
-    float p[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) p[i] = exp2f(s[i] - x.best[i % 2]);
-    x.weight[0] += p[0] + p[2], x.weight[1] += p[1] + p[3];
-    const u32 low = transposed(to_pair(p[0], p[1])), high = transposed(to_pair(p[2], p[3]));
-    // What stands behind the end weighs nothing, but may be no number.
-    const int first = lane % 4 * 2;
-    const u32 keep_low = (first < limit ? 0xFFFFu : 0) | (first + 1 < limit ? 0xFFFF0000u : 0);
-    const u32 keep_high = (first + 8 < limit ? 0xFFFFu : 0) | (first + 9 < limit ? 0xFFFF0000u : 0);
-    const int from = lane % 8 + (lane >> 4) * 8, chunk = (lane >> 3 & 1) << 3;
-#pragma unroll
-    for (int t = 0; t < KS; ++t) {
-        u32 a[4];
-        load_matrices_transposed(a, place(base + BLOCK_BYTES, from, 16 * t + chunk));
-        a[0] &= keep_low, a[1] &= keep_low, a[2] &= keep_high, a[3] &= keep_high;
-        multiply_add(x.acc[t], a, low, high);
-    }
-}
 
 // What a sequence needs besides its blocks. It is sent for while the sequence before is computed.
 struct Inputs {
@@ -167,7 +88,7 @@ __device__ __forceinline__ Softmax start_with_new_token(const Arguments& arg, co
     Softmax x;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        x.best[j] = __shfl_sync(0xFFFFFFFF, score, (lane % 4 * 2 + j) * 4);  // a query's quad has its score
+        x.origin[j] = __shfl_sync(0xFFFFFFFF, score, (lane % 4 * 2 + j) * 4);  // a query's quad has its score
         x.weight[j] = lane < 4 ? 1.0f : 0.0f;
     }
 #pragma unroll
@@ -279,7 +200,7 @@ __device__ __forceinline__ void write_part(const Arguments& arg, Softmax& x, Par
         const int g = lane % 4 * 2 + j;
         if (g >= G) continue;
         if (lane < 4) {
-            arg.partial_stats[slot * G + g] = x.best[j];
+            arg.partial_stats[slot * G + g] = x.origin[j];
             arg.partial_stats[(num_slots + slot) * G + g] = x.weight[j];
         }
 #pragma unroll
@@ -416,7 +337,11 @@ extern "C" __global__ void __launch_bounds__(32) paged_decode(
         }
         for (int at = block; at < last; ++at) {
             wait_barrier(barriers + 8 * stage, parity);
-            attend(x, q, ring + stage * STAGE_BYTES, limit - at * BT, arg.scale, lane);
+            if ((at + 1) * BT <= limit) {
+                attend<false>(x, q, ring + stage * STAGE_BYTES, BT, arg.scale, lane);
+            } else {
+                attend<true>(x, q, ring + stage * STAGE_BYTES, limit - at * BT, arg.scale, lane);
+            }
             __syncwarp();
             sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;

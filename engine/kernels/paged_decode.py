@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from .nvrtc_kernel import NvrtcKernel
 
 BLOCK_TOKENS: Final = 16
-_STAGES: Final = 6
 _SOURCE = "\n".join(
     Path(__file__).with_name(name).read_text(encoding="utf-8")
-    for name in ("hopper.cuh", "head_vector.cuh", "paged_decode.cu")
+    for name in ("hopper.cuh", "head_vector.cuh", "attend_block.cuh", "paged_decode.cu")
 )
 
 
@@ -67,9 +66,11 @@ def paged_decode(
 
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     has_norm = rope is not None and rope.q_norm is not None
+    stages = workspace.tiling(len(seq_lens)).blocks_in_flight
     kernel = _made(
-        workspace.group, num_kv_heads, head_dim, page_size, q.dtype, rope=rope is not None, norm=has_norm, ahead=ahead
-    )
+        workspace.group, num_kv_heads, head_dim, page_size, stages, q.dtype,
+        rope=rope is not None, norm=has_norm, ahead=ahead,
+    )  # fmt: skip
     arguments = Arguments(
         *[
             None if tensor is None else tensor.data_ptr()
@@ -83,7 +84,10 @@ def paged_decode(
         (head_dim**-0.5 if scale is None else scale) * math.log2(math.e), 0.0 if rope is None else rope.eps,
         q.stride(0), out.stride(0), page_table.stride(0), len(seq_lens),
     )  # fmt: skip
-    maps = [tensor_map(cache.view(-1, num_kv_heads * head_dim // 64, 64), BLOCK_TOKENS, head_dim // 64, 64) for cache in (k_cache, v_cache)]
+    maps = [
+        tensor_map(cache.view(-1, num_kv_heads * head_dim // 64, 64), BLOCK_TOKENS, head_dim // 64, 64)
+        for cache in (k_cache, v_cache)
+    ]
     kernel.launch(workspace.num_programs(len(seq_lens)), 32, 1, (*maps, arguments))
     return out
 
@@ -94,6 +98,7 @@ def _made(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
+    stages: int,
     dtype: torch.dtype,
     *,
     rope: bool,
@@ -103,8 +108,8 @@ def _made(
     from .nvrtc_kernel import NvrtcKernel
 
     defines = {
-        "G": group, "HK": num_kv_heads, "D": head_dim, "PAGE": page_size, "STAGES": _STAGES, "ROPE": int(rope),
+        "G": group, "HK": num_kv_heads, "D": head_dim, "PAGE": page_size, "STAGES": stages, "ROPE": int(rope),
         "NORM": int(norm), "AHEAD": int(ahead), "BFLOAT16": int(dtype == torch.bfloat16),
     }  # fmt: skip
-    ring_bytes = _STAGES * BLOCK_TOKENS * head_dim * 2 * 2
-    return NvrtcKernel(_SOURCE, "paged_decode", defines, shared_bytes=1024 + ring_bytes + 8 * _STAGES)
+    ring_bytes = stages * BLOCK_TOKENS * head_dim * 2 * 2
+    return NvrtcKernel(_SOURCE, "paged_decode", defines, shared_bytes=1024 + ring_bytes + 8 * stages)

@@ -13,7 +13,7 @@ extern "C" const char* launch(const Arguments* given, long num_slots, int progra
 }
 """
 EPS = 1e-6
-FILES = ["head_vector.cuh", "paged_decode.cu"]
+FILES = ["head_vector.cuh", "attend_block.cuh", "paged_decode.cu"]
 
 
 class Case:
@@ -30,6 +30,7 @@ class Case:
         self.table[self.rows.long()] = (torch.randperm(rows * pages + 2)[: rows * pages] + 1).view(rows, pages).int()
         shape = (rows * pages + 3, page_size, num_kv_heads, head_dim)
         self.keys, self.values = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+        self.keys *= torch.randint(1, 8, (*shape[:2], 1, 1))  # some scores are far above others
         for row, length in zip(self.rows.tolist(), lengths, strict=True):
             for position in range(max(0, length - rope), pages * page_size):
                 slot = int(self.table[row, position // page_size]), position % page_size
@@ -148,18 +149,18 @@ def test_the_kernel_on_the_host_equals_float64(case, on_host):
 FAULTS = {
     "a block is read before it has come": ("wait_barrier(barriers + 8 * stage, parity);", ""),
     "a stage is filled while it is read": (
-        "attend(x, q, ring + stage * STAGE_BYTES, limit - at * BT, arg.scale, lane);\n            __syncwarp();\n"
-        "            sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);",
-        "sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);\n"
-        "            attend(x, q, ring + stage * STAGE_BYTES, limit - at * BT, arg.scale, lane);",
+        "            if ((at + 1) * BT <= limit) {",
+        "            sender.send(ring + stage * STAGE_BYTES, barriers + 8 * stage);\n            if ((at + 1) * BT <= limit) {",
     ),
-    "what stands behind the end is multiplied": (
-        "a[0] &= keep_low, a[1] &= keep_low, a[2] &= keep_high, a[3] &= keep_high;",
-        "",
-    ),
+    "what stands behind the end is multiplied": ("    if (IS_LAST) {  //", "    if (false) {  //"),
+    "what stands behind the end counts": ("if (IS_LAST && lane", "if (false && lane"),
+    "weights are relative to two origins": ("x.acc[t][i] *= shrink[i % 2]", "x.acc[t][i] *= 1.0f"),
     "pages are those of the row before": ("walk.go_on();\n        turn_to(0);", "walk.go_on();"),
     "inputs are those of the sequence before": ("            in.take_vectors(arg, walk.row, walk.head);", ""),
-    "angles are those of the row before": ("            in.take_place(arg, walk.head, walk.seq_len, walk.request);", ""),
+    "angles are those of the row before": (
+        "            in.take_place(arg, walk.head, walk.seq_len, walk.request);",
+        "",
+    ),
     "a part is forgotten": ("program + n > last_program", "program + n >= last_program"),
 }
 

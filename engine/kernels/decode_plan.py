@@ -3,6 +3,7 @@
 """Who computes what in split-KV decode attention, decided on the device once a step for all layers."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -11,17 +12,14 @@ import triton.language as tl
 from .dependent_launch import DEPENDENT, release_dependents, wait_for_inputs
 
 _PLAN_ELEMENTS = 8192
-# Where a tiling keeps sequences whole: while a program computes a block, each multiprocessor's share of the memory brings so
-# many; and what splitting a sequence costs, in blocks.
-_BLOCKS_MEANWHILE = 2
-_PART_COST = 8
-_ANY = 1 << 30
+_WHOLE_BLOCKS = tl.constexpr(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTiling:
     """How a step's work is cut: KV blocks of `block_tokens`, `blocks_in_flight` of them being loaded while one is computed,
-    at least `least_share` of them a program. `keeps_whole`: no sequence is split, unless the longest would hold up the step.
+    at least `least_share` of them a program. `whole`: whether each sequence is one program's; "if_alike" means in steps whose
+    sequences are short and about as long as each other, so that nobody waits for the longest.
     """
 
     block_tokens: int = 64
@@ -29,7 +27,7 @@ class DecodeTiling:
     programs_per_multiprocessor: int = 3
     num_warps: int = 4
     least_share: int = 1
-    keeps_whole: bool = False
+    whole: Literal["never", "if_alike", "always"] = "never"
 
 
 # Measured on an H200, by the number of sequences (rows times KV heads) up to which each is the fastest. Few sequences:
@@ -41,7 +39,7 @@ _TILINGS = (
 )
 _MANY = DecodeTiling(block_tokens=32, blocks_in_flight=3, programs_per_multiprocessor=4, num_warps=1)
 # For `paged_decode`, whose ring does not drain between sequences.
-_PAGED = DecodeTiling(block_tokens=16, blocks_in_flight=3, programs_per_multiprocessor=8, num_warps=1, keeps_whole=True)
+_PAGED = DecodeTiling(block_tokens=16, blocks_in_flight=3, programs_per_multiprocessor=8, num_warps=1, whole="if_alike")
 _PAGED_FROM = 128
 
 
@@ -127,13 +125,12 @@ def make_decode_workspace(
 
 # Rows and lengths are often slices: a variant for every alignment of theirs would be compiled in the middle of serving.
 @triton.jit(
-    do_not_specialize=["num_rows", "num_programs", "least_share", "blocks_meanwhile", "patience"],
-    do_not_specialize_on_alignment=["seq_lens_ptr"],
+    do_not_specialize=["num_rows", "num_programs", "least_share"], do_not_specialize_on_alignment=["seq_lens_ptr"]
 )
 def _plan_kernel(
-    seq_lens_ptr, plan_ptr, share_ptr, num_rows, num_programs, least_share, blocks_meanwhile, patience,
+    seq_lens_ptr, plan_ptr, share_ptr, num_rows, num_programs, least_share,
     HK: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
-    MAY_BE_WHOLE: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     wait_for_inputs(PDL)
@@ -147,15 +144,20 @@ def _plan_kernel(
     share = tl.maximum((total + num_programs - 1) // num_programs, least_share)
     begin = tl.minimum(program * share, total)
     end = tl.minimum(begin + share, total)
-    if MAY_BE_WHOLE:
+    if WHOLE != "never":
         pairs = tl.max(tl.where(blocks > 0, row + 1, 0), axis=0) * HK
         pairs_each = (pairs + num_programs - 1) // num_programs
-        is_whole = tl.max(blocks, axis=0) * pairs_each <= total // blocks_meanwhile + patience
         pair = tl.minimum(program * pairs_each, pairs)
         pair_end = tl.minimum(pair + pairs_each, pairs)
-        begin = tl.where(is_whole, _flat_of_pair(pair, row, starts, blocks, total, pairs, HK), begin)
-        end = tl.where(is_whole, _flat_of_pair(pair_end, row, starts, blocks, total, pairs, HK), end)
-        share = tl.where(is_whole, total, share)
+        whole_begin = _flat_of_pair(pair, row, starts, blocks, total, pairs, HK)
+        whole_end = _flat_of_pair(pair_end, row, starts, blocks, total, pairs, HK)
+        if WHOLE == "always":
+            begin, end, share = whole_begin, whole_end, total
+        else:
+            longest = tl.max(blocks, axis=0)
+            is_whole = (pairs_each == 1) & (longest <= _WHOLE_BLOCKS) & (longest * pairs * 8 <= total * 9)
+            begin, end = tl.where(is_whole, whole_begin, begin), tl.where(is_whole, whole_end, end)
+            share = tl.where(is_whole, total, share)
     # The last row that starts at or before a flat index owns it: a row without blocks starts where the next one does.
     found = (starts[None, :] <= begin[:, None]) & (row < num_rows)[None, :]
     owner = tl.sum(found.to(tl.int32), axis=1) - 1
@@ -192,7 +194,7 @@ def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace) -> None:
     tiling, num_programs = workspace.tiling(num_rows), workspace.num_programs(num_rows)
     _plan_kernel[(triton.cdiv(num_programs, entries),)](
         seq_lens, workspace.plan, workspace.share, num_rows, num_programs, tiling.least_share,
-        _BLOCKS_MEANWHILE * workspace.num_multiprocessors, _ANY if workspace.row_invariant else _PART_COST,
         HK=workspace.num_kv_heads, BT=tiling.block_tokens, ROWS=rows, ENTRIES=entries,
-        MAY_BE_WHOLE=workspace.row_invariant or tiling.keeps_whole, PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
+        WHOLE="always" if workspace.row_invariant else tiling.whole,
+        PDL=DEPENDENT, num_warps=4, launch_pdl=DEPENDENT,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +91,25 @@ def tensor_map(tensor: torch.Tensor, *box: int) -> ctypes.Array[ctypes.c_char]:
     """What the bulk copy engine must know of `tensor`, 16-bit, its last dimension contiguous and the others 16-byte aligned, to
     load boxes of this shape with a 128-byte swizzle. What lies outside reads as zero. Valid while the tensor's memory is.
     """
-    sizes, strides = tensor.shape[::-1], tensor.stride()[-2::-1]
+    return _encoded(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), box)
+
+
+@lru_cache(
+    maxsize=4096
+)  # a model's weights and pool, whose maps never change; what is shown of other memory soon leaves
+def _encoded(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> ctypes.Array[ctypes.c_char]:
     types = driver.CUtensorMapDataType
     made = _checked(
         driver.cuTensorMapEncodeTiled(
             types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-            if tensor.dtype == torch.bfloat16
+            if dtype == torch.bfloat16
             else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             len(box),
-            tensor.data_ptr(),
-            [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride * 2) for stride in strides],
+            address,
+            [driver.cuuint64_t(size) for size in shape[::-1]],
+            [driver.cuuint64_t(stride * 2) for stride in strides[-2::-1]],
             [driver.cuuint32_t(size) for size in box[::-1]],
             [driver.cuuint32_t(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

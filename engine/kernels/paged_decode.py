@@ -66,7 +66,9 @@ def paged_decode(
 
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     has_norm = rope is not None and rope.q_norm is not None
-    stages = workspace.tiling(len(seq_lens)).blocks_in_flight
+    stages = (
+        workspace.tiling(len(seq_lens)).blocks_in_flight * 128 // head_dim
+    )  # the same bytes on their way for small heads
     kernel = _made(
         workspace.group, num_kv_heads, head_dim, page_size, stages, q.dtype,
         rope=rope is not None, norm=has_norm, ahead=ahead,

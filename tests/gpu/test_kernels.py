@@ -129,7 +129,7 @@ def attention_reference(q, k_cache, v_cache, table, row, seq_len):
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 8, 64), (8, 1, 128)]
 )
-@pytest.mark.parametrize("seq_lens", [[1], [1000], [8192, 1, 130, 0, 64], list(range(1, 257))])
+@pytest.mark.parametrize("seq_lens", [[1], [1000], [8192, 1, 130, 0, 64], [200] * 48, list(range(1, 257))])
 def test_decode_attention_equals_float64_and_itself(num_q_heads, num_kv_heads, head_dim, page_size, seq_lens):
     from slipstream.engine.kernels.decode_attention import decode_attention, has_paged_decode
     from slipstream.engine.kernels.decode_plan import make_decode_workspace, plan_decode

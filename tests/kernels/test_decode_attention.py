@@ -38,11 +38,13 @@ def reference(q, k_cache, v_cache, table, rows, seq_lens):
     return out
 
 
-def workspace_for(num_rows, num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant=False, block_tokens=16):
+def workspace_for(
+    num_rows, num_q_heads, num_kv_heads, head_dim, num_programs, row_invariant=False, block_tokens=16, whole="never"
+):
     return make_decode_workspace(
         max_rows=num_rows, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, device="cpu",
         row_invariant=row_invariant, num_multiprocessors=num_programs,
-        tiling=DecodeTiling(block_tokens=block_tokens, programs_per_multiprocessor=1),
+        tiling=DecodeTiling(block_tokens=block_tokens, programs_per_multiprocessor=1, whole=whole),
     )  # fmt: skip
 
 
@@ -67,6 +69,26 @@ def test_a_row_invariant_plan_splits_no_sequence(num_programs):
     entries = [entry for entry in workspace.plan.tolist() if entry[3]]
     assert all(block == 0 for _, _, block, _ in entries)
     assert sum(count for *_, count in entries) == sum(2 * -(-n // 16) for n in SEQ_LENS)
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "num_programs", "is_whole"),
+    [
+        ([200, 195, 208, 0], 40, True),
+        ([200, 195, 208, 0], 5, False),  # more sequences than programs
+        ([200, 195, 120, 0], 40, False),  # two programs would wait for the others
+        ([600, 600, 600], 40, False),  # long enough to be worth splitting
+        ([512, 512], 4, True),
+    ],
+)
+def test_short_sequences_that_are_alike_stay_whole(seq_lens, num_programs, is_whole):
+    workspace = workspace_for(len(seq_lens), 4, 2, 16, num_programs, whole="if_alike")
+    plan_decode(torch.tensor(seq_lens, dtype=torch.int32), workspace)
+    blocks = [-(-n // 16) for n in seq_lens]
+    whole = [[row, head, 0, n] for row, n in enumerate(blocks) if n for head in range(2)]
+    entries = [entry for entry in workspace.plan.tolist() if entry[3]]
+    assert (entries == whole) == is_whole
+    assert sum(count for *_, count in entries) == 2 * sum(blocks)
 
 
 @pytest.mark.parametrize("row_invariant", [False, True])

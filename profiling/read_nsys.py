@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-from ..streams.marks import NVTX_DOMAIN
+from ..streams.marks import LANE_PHASES, NVTX_DOMAIN
 from .timeline import NO_CORRELATION, NO_STEP, Lane, LaneKind, Timeline, TraceError
 
 PUSH_POP_RANGE: Final = 59
@@ -139,7 +139,10 @@ class _Export:
             name = text if text is not None else self._string(text_id)
             is_ours = (self._process(global_tid), domain) in our_domains
             step = next((value for value in payload if value is not None), NO_STEP) if is_ours else NO_STEP
-            kind = LaneKind.LOOP if is_ours else LaneKind.HOST
+            if is_ours and name in LANE_PHASES:  # on the CPU a lane is a thread, and its ranges are what it computes
+                kind = LaneKind.DEVICE
+            else:
+                kind = LaneKind.LOOP if is_ours else LaneKind.HOST
             _thread_lane(timeline, kind, global_tid, threads).add(name, start, end, step)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from .read_chrome import read_chrome
 from .request_watch import RequestWatch
 from .timeline import LaneKind, StepFacts, Timeline
 from .write_chrome import chrome_bytes
+
+_logger = logging.getLogger(__name__)
 
 LOOP_LANE: Final = "event loop"
 MAX_STEPS: Final = 2000  # a recording ends by itself: a forgotten one must not fill the memory
@@ -65,6 +68,11 @@ class Recorder:
         if takes_device_trace:
             self._device_trace = _start_device_trace()
         self._marks = self._make_marks(on_cuda)
+        if self._nvtx and not self._marks.emits_nvtx:
+            _logger.warning(
+                "nobody listens to NVTX ranges, so a tool's trace has no phases: no tool is attached, the nvtx package is"
+                " missing, or the tool does not say that it listens, which nvtx asks from 0.2.13 on (Nsight Systems 2023.4)"
+            )
         self._requests = RequestWatch(self._engine, self._look)
         self._loop_watch = LoopWatch()
         self._thread = f"{os.getpid()}/{threading.get_native_id()}"

@@ -1,8 +1,10 @@
-"""Exports of Nsight Systems, built to the documented schemas of several versions."""
+"""Exports of Nsight Systems, built to the documented schemas of several versions, and one that it wrote itself."""
 
 from __future__ import annotations
 
+import gzip
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from slipstream.profiling.read_trace import read_trace
 from slipstream.profiling.report_text import report_text
 from slipstream.profiling.timeline import LaneKind, TraceError
 
+FIXTURES = Path(__file__).parent / "fixtures"
 GLOBAL_TID = (0x10 << 48) | (4242 << 24) | 4243  # hardware, process and thread, packed
 
 # 2020: every column is NOT NULL; no text ids in NVTX, no graphs, no driver calls.
@@ -186,6 +189,45 @@ def test_an_export_of_2023_brings_our_marks_with_their_steps_and_graphs(nodes: b
     names = {span.name for lane in timeline.of_kind(LaneKind.DEVICE) for span in lane.spans()}
     assert {"memcpy Device-to-Host", "memset"} < names
     assert ("norm" in names, "graph 5" in names) == (nodes, not nodes)
+
+
+def test_a_lane_that_is_a_thread_is_a_device_by_its_own_ranges(tmp_path: Path) -> None:
+    """What an engine on the CPU leaves: no CUDA at all, and the lane's forwards as ranges beside the loop's phases."""
+    export = Export(tmp_path / "cpu.sqlite", SCHEMA_2023)
+    tids = {"loop": GLOBAL_TID, "lane": GLOBAL_TID + 1}
+    for name, tid in tids.items():
+        export.add("ThreadNames", nameId=export.text(name), priority=1, globalTid=tid)
+        export.add("NVTX_EVENTS", start=0, eventType=75, textId=export.text("slipstream"), domainId=3, globalTid=tid)
+    for number, at in enumerate((1_000_000, 2_000_000, 3_000_000)):
+        for name, tid, start, end in (("launch", "loop", 0, 100_000), ("forward", "lane", 100_000, 900_000)):
+            export.add(
+                "NVTX_EVENTS", start=at + start, end=at + end, textId=export.text(name), eventType=60, domainId=3,
+                globalTid=tids[tid], int64Value=40 + number,
+            )  # fmt: skip
+    export.done()
+    timeline = read_trace(tmp_path / "cpu.sqlite")
+    assert {(lane.name, lane.kind.value) for lane in timeline.lanes} == {("loop", "loop"), ("lane", "device")}
+    report = overlap_report(timeline)
+    assert (report.steps_are, report.num_steps, report.busy_ns) == ("steps", 2, 2 * 800_000)
+    assert {phase.name: phase.exposed_ns for phase in report.phases}["launch"] == 2 * 100_000
+
+
+def test_ten_steps_of_a_card_as_nsight_systems_2023_4_exported_them(tmp_path: Path) -> None:
+    """Recorded by profiling/nsys.sh on an H200 (0.6B shape, 8 rows), then cut to ten steps and to the tables that are read."""
+    path = tmp_path / "card.sqlite"
+    path.write_bytes(gzip.decompress((FIXTURES / "decode-h200.nsys.sqlite.gz").read_bytes()))
+    timeline = read_trace(path)
+    (loop,) = timeline.of_kind(LaneKind.LOOP)
+    steps = Counter(span.step for span in loop.spans() if span.name == "launch")
+    assert steps == dict.fromkeys(range(30, 41), 1)
+    kernels = Counter(span.name for lane in timeline.of_kind(LaneKind.DEVICE) for span in lane.spans())
+    assert kernels["_decode_kernel"] == pytest.approx(28 * 10, abs=28), (
+        "a layer each, of ten steps and the ends of their neighbours"
+    )
+    report = overlap_report(timeline)
+    assert (report.steps_are, report.num_steps, report.num_graph_steps) == ("steps", 10, 10)
+    assert report.busy_ns + report.idle_between_ns + report.idle_within_ns == report.window_ns
+    assert {"schedule", "stage", "launch", "sample", "commit", "send"} <= {phase.name for phase in report.phases}
 
 
 def test_a_database_that_is_no_export_is_refused(tmp_path: Path) -> None:

@@ -96,6 +96,15 @@ def test_what_torchs_profiler_writes_is_kept_where_it_is_wanted(tmp_path: Path) 
     assert len(timeline.lanes) == len(read_trace(kept).lanes)
 
 
+async def test_who_asks_for_nvtx_without_a_listener_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_engine(LOAD, step_ms=1, launch_ms=0, overlap=True) as engine:
+        for nvtx in (False, True):
+            recorder = Recorder(engine, nvtx=nvtx)
+            recorder.start()
+            await recorder.collect()
+            assert ("nobody listens to NVTX" in caplog.text) is nvtx
+
+
 async def test_requests_and_their_text_have_their_times() -> None:
     worker = ScriptedWorker(LIMITS, Script(step_time_s=0.002))
     async with Engine.on(worker, tokenizer=byte_tokenizer(), page_size=4) as engine:

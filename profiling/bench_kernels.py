@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from ..engine.kernels.decode_attention import RopeInputs, decode_attention
+from ..engine.kernels.decode_attention import RopeInputs, decode_attention, has_paged_decode
 from ..engine.kernels.decode_plan import make_decode_workspace, plan_decode
 from ..engine.kernels.linear import linear
 from ..engine.kernels.prefill_attention import prefill_attention
@@ -164,7 +164,12 @@ def bench_decode(sheet: Sheet) -> None:
             k_norm=bf16(HEAD_DIM),
         )
         workspace = make_decode_workspace(
-            max_rows=rows, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, device=DEVICE
+            max_rows=rows,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=HEAD_DIM,
+            device=DEVICE,
+            has_paged=has_paged_decode(caches[0][0], num_q_heads // num_kv_heads),
         )
         plan_decode(seq_lens, workspace)
         took = microseconds(

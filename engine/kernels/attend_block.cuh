@@ -1,5 +1,5 @@
-// A block of a sequence's keys and values against the queries of one KV head, by the tensor cores. Scores are keys times queries
-// and results are values times weights, with tokens and dimensions as the tall side, because a KV head has few queries.
+// A block of a sequence's keys and values against the queries of one KV head, by the tensor cores. Scores are keys times
+// queries and results are values times weights, with tokens and dimensions as the tall side, because a KV head has few queries.
 //
 // Behind head_vector.cuh. Given when compiled: D, the size of a head.
 

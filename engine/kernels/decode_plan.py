@@ -3,7 +3,7 @@
 """Who computes what in split-KV decode attention, decided on the device once a step for all layers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import triton
@@ -13,6 +13,8 @@ from .dependent_launch import DEPENDENT, release_dependents, wait_for_inputs
 
 _PLAN_ELEMENTS = 8192
 _WHOLE_BLOCKS = tl.constexpr(32)
+PAGED_BLOCK_TOKENS: Final = 16
+"""Tokens of a block of `paged_decode`: the tall side of what a tensor core multiplies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,9 @@ _TILINGS = (
 )
 _MANY = DecodeTiling(block_tokens=32, blocks_in_flight=3, programs_per_multiprocessor=4, num_warps=1)
 # For `paged_decode`, whose ring does not drain between sequences.
-_PAGED = DecodeTiling(block_tokens=16, blocks_in_flight=3, programs_per_multiprocessor=8, num_warps=1, whole="if_alike")
+_PAGED = DecodeTiling(
+    block_tokens=PAGED_BLOCK_TOKENS, blocks_in_flight=3, programs_per_multiprocessor=8, num_warps=1, whole="if_alike"
+)
 _PAGED_FROM = 128
 
 
@@ -48,9 +52,11 @@ class DecodeWorkspace:
     """Scratch of `decode_attention`, shared by every layer and bucket: one step runs at a time on the compute lane.
 
     The work of a step is one flat list of KV blocks, ordered by (row, KV head, block). Program p of a fixed grid of P
-    takes an equal, contiguous share of it, so a share may end inside a sequence: those parts meet in `partial_*`.
+    takes an equal, contiguous share of it, so a share may end inside a sequence: those parts meet in `partial_*`. Or each takes
+    whole sequences, and some take none.
 
-    plan [P, 4] int32: first row, first head, first block, number of blocks; share [1] int32: blocks a program.
+    plan [P, 4] int32: first row, first head, first block, number of blocks; share [1] int32: blocks a program, or all of them
+    where no sequence is split.
     partial_out [2 P, G, D] fp32 and partial_stats [2, 2 P, G] fp32: a program has at most two unfinished parts.
     arrivals [max_rows * Hk] int32: zero between kernels; the last program of a sequence combines its parts.
     `row_invariant`: one tiling for all numbers of rows and no sequence is split, so that a row's result does not depend
@@ -102,7 +108,9 @@ def make_decode_workspace(
     tiling: DecodeTiling | None = None,
     num_multiprocessors: int | None = None,
 ) -> DecodeWorkspace:
-    """Allocates the scratch. `tiling` replaces the measured ones; `num_multiprocessors` is the device's unless given."""
+    """Allocates the scratch. `tiling` replaces the measured ones, and `paged_decode` serves one of its blocks alone;
+    `num_multiprocessors` is the device's unless given.
+    """
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     tilings = (_MANY, _PAGED, *(each for _, each in _TILINGS)) if tiling is None else (tiling,)
@@ -118,7 +126,7 @@ def make_decode_workspace(
         num_kv_heads=num_kv_heads,
         group=group,
         row_invariant=row_invariant,
-        has_paged=has_paged and not row_invariant,
+        has_paged=has_paged and not row_invariant and (tiling is None or tiling.block_tokens == PAGED_BLOCK_TOKENS),
         only=tiling,
     )
 

@@ -1,5 +1,5 @@
 // What the kernels here say in Hopper's own instructions, each in a function of its own. Nothing else holds assembly, so that
-// the kernels themselves can be compiled for a host that imitates these (tests/kernels/cuda_on_host.hpp).
+// the kernels themselves can be compiled for a host that imitates these (tests/kernels/hopper_on_host.hpp).
 //
 // Given when compiled: BFLOAT16 (else float16), the 16-bit type of a pair.
 

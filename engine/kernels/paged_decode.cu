@@ -38,7 +38,7 @@ struct Inputs {
     u32 v_pair[2];   // what this lane writes to the pool
     long long slot;  // of the new token
 
-    // What the step's own kernels before this one do not write.
+    // What no kernel writes that may still run ahead of the wait.
     __device__ __forceinline__ void take_place(const Arguments& arg, int head, int seq_len, int request) {
         if (!ROPE || seq_len == 0) return;
         const int position = seq_len - 1;
@@ -289,25 +289,29 @@ struct Sender {
     }
 };
 
+__device__ __forceinline__ void prepare(const TensorMap* k_map, const TensorMap* v_map, u32 barriers) {
+    if (threadIdx.x == 0) {
+        prefetch_map(k_map);
+        prefetch_map(v_map);
+        for (int stage = 0; stage < STAGES; ++stage) init_barrier(barriers + 8 * stage, 1);
+        publish_barriers();
+    }
+    __syncwarp();
+}
+
 extern "C" __global__ void __launch_bounds__(32) paged_decode(
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const __grid_constant__ Arguments arg) {
     extern __shared__ unsigned char memory[];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u;
     const u32 barriers = ring + STAGES * STAGE_BYTES;
     const int lane = threadIdx.x, program = blockIdx.x;
-    if (lane == 0) {
-        prefetch_map(&k_map);
-        prefetch_map(&v_map);
-        for (int stage = 0; stage < STAGES; ++stage) init_barrier(barriers + 8 * stage, 1);
-        publish_barriers();
-    }
-    __syncwarp();
+    prepare(&k_map, &v_map, barriers);
     if (!AHEAD) wait_for_inputs();
     const int4 plan = reinterpret_cast<const int4*>(arg.plan)[program];
     const int share = *arg.share;
     int block = plan.z, left = plan.w;
     if (left == 0) {
-        wait_for_inputs();  // who comes after this kernel relies on all before it
+        if (AHEAD) wait_for_inputs();  // who comes after this kernel relies on all before it
         return;
     }
     Walk walk{arg, plan.x, plan.y};

@@ -6,16 +6,17 @@ import ctypes
 import math
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
+
+from .decode_plan import PAGED_BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from .decode_attention import RopeInputs
     from .decode_plan import DecodeWorkspace
     from .nvrtc_kernel import NvrtcKernel
 
-BLOCK_TOKENS: Final = 16
 _SOURCE = "\n".join(
     Path(__file__).with_name(name).read_text(encoding="utf-8")
     for name in ("hopper.cuh", "head_vector.cuh", "attend_block.cuh", "paged_decode.cu")
@@ -42,7 +43,7 @@ class Arguments(ctypes.Structure):
 def serves(*, page_size: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the kernel computes such attention, on a Hopper GPU."""
     is_16_bit = dtype in (torch.bfloat16, torch.float16)
-    return page_size % BLOCK_TOKENS == 0 and group <= 8 and head_dim in (64, 128) and is_16_bit
+    return page_size % PAGED_BLOCK_TOKENS == 0 and group <= 8 and head_dim in (64, 128) and is_16_bit
 
 
 def paged_decode(
@@ -59,20 +60,20 @@ def paged_decode(
     ahead: bool,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """As `decode_attention`, for what this kernel `serves` and a plan in blocks of 16 tokens; page_table, rows and seq_lens
-    int32.
+    """As `decode_attention`, for what this kernel `serves` and a plan in blocks of PAGED_BLOCK_TOKENS. Raises ValueError if
+    page_table, rows or seq_lens are not int32, or q is not of the cache's dtype: the kernel reads them as they lie.
     """
+    for name, tensor in (("page_table", page_table), ("rows", rows), ("seq_lens", seq_lens)):
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} is {tensor.dtype}, not int32")
+    if q.dtype != k_cache.dtype:
+        raise ValueError(f"q is {q.dtype}, the cache {k_cache.dtype}")
     from .nvrtc_kernel import tensor_map  # it needs a library that machines without CUDA lack
 
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     has_norm = rope is not None and rope.q_norm is not None
-    stages = (
-        workspace.tiling(len(seq_lens)).blocks_in_flight * 128 // head_dim
-    )  # the same bytes on their way for small heads
-    kernel = _made(
-        workspace.group, num_kv_heads, head_dim, page_size, stages, q.dtype,
-        rope=rope is not None, norm=has_norm, ahead=ahead,
-    )  # fmt: skip
+    # Small heads have more blocks on their way, of as many bytes.
+    stages = workspace.tiling(len(seq_lens)).blocks_in_flight * 128 // head_dim
     arguments = Arguments(
         *[
             None if tensor is None else tensor.data_ptr()
@@ -87,10 +88,15 @@ def paged_decode(
         q.stride(0), out.stride(0), page_table.stride(0), len(seq_lens),
     )  # fmt: skip
     maps = [
-        tensor_map(cache.view(-1, num_kv_heads * head_dim // 64, 64), BLOCK_TOKENS, head_dim // 64, 64)
+        tensor_map(cache.view(-1, num_kv_heads * head_dim // 64, 64), PAGED_BLOCK_TOKENS, head_dim // 64, 64)
         for cache in (k_cache, v_cache)
     ]
-    kernel.launch(workspace.num_programs(len(seq_lens)), 32, 1, (*maps, arguments))
+    with torch.cuda.device(q.device):
+        kernel = _made(
+            workspace.group, num_kv_heads, head_dim, page_size, stages, q.dtype,
+            rope=rope is not None, norm=has_norm, ahead=ahead, device=q.device,
+        )  # fmt: skip
+        kernel.launch(workspace.num_programs(len(seq_lens)), 32, 1, (*maps, arguments))
     return out
 
 
@@ -106,12 +112,14 @@ def _made(
     rope: bool,
     norm: bool,
     ahead: bool,
+    device: torch.device,
 ) -> NvrtcKernel:
+    """`device`, the current one, is a key only: each has a module of its own."""
     from .nvrtc_kernel import NvrtcKernel
 
     defines = {
         "G": group, "HK": num_kv_heads, "D": head_dim, "PAGE": page_size, "STAGES": stages, "ROPE": int(rope),
         "NORM": int(norm), "AHEAD": int(ahead), "BFLOAT16": int(dtype == torch.bfloat16),
     }  # fmt: skip
-    ring_bytes = stages * BLOCK_TOKENS * head_dim * 2 * 2
+    ring_bytes = stages * PAGED_BLOCK_TOKENS * head_dim * 2 * 2
     return NvrtcKernel(_SOURCE, "paged_decode", defines, shared_bytes=1024 + ring_bytes + 8 * stages)

@@ -16,7 +16,7 @@ class StepInputs:
     """Static inputs of one decode bucket of B rows, rewritten at every step by `step_prologue`.
 
     ids [B] int64; positions, seq_lens, slots [B] int32. A padded row has id 0, position 0, slot 0 (page 0 is nobody's)
-    and seq_len 0, for which attention writes zeros and reads nothing.
+    and seq_len 0, for which attention reads and writes nothing.
     """
 
     ids: torch.Tensor

@@ -58,7 +58,7 @@ class FusedDecoder:
             row_invariant=row_invariant,
             has_paged=has_paged_decode(pool.keys[0], config.num_heads // config.num_kv_heads),
         )
-        # Of the decoder, not of a graph's pool: padded rows keep what is here, and that must stay finite.
+        # Of the decoder, not of a graph's pool: padded rows compute with what is here, which nobody reads.
         self._attended = torch.zeros(
             max_rows, config.num_heads, config.head_dim, dtype=model.embedding.dtype, device=device
         )

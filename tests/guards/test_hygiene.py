@@ -15,6 +15,7 @@ pytestmark = pytest.mark.checkout
 
 ROOT = Path(next(iter(slipstream.__path__))).resolve()
 MAX_FILE_LINES = 400
+MAX_COLUMNS = 128  # of CUDA C++; ruff says it of Python
 MAX_FUNCTION_LINES = 70
 MAX_KERNEL_LINES = 110  # of a Triton kernel: one scope of values in registers, of which a dozen lines are its signature
 ROOT_FILES = {
@@ -58,6 +59,7 @@ def _texts() -> list[tuple[Path, str]]:
 
 TEXTS = _texts()
 SOURCES = [(path, text) for path, text in TEXTS if path.suffix == ".py"]
+CUDA_SOURCES = [(path, text) for path, text in TEXTS if path.suffix in (".cu", ".cuh", ".hpp")]
 
 
 def _lines_with(pattern: re.Pattern[str]) -> list[str]:
@@ -80,8 +82,22 @@ def test_the_root_holds_only_what_belongs_there() -> None:
 
 
 def test_no_file_is_longer_than_its_duty_needs() -> None:
-    lengths = {str(path): text.count("\n") for path, text in SOURCES}
+    lengths = {str(path): text.count("\n") for path, text in SOURCES + CUDA_SOURCES}
     assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_no_function_of_cuda_is_longer_than_a_screen_or_wider() -> None:
+    assert CUDA_SOURCES
+    for path, text in CUDA_SOURCES:
+        lines = text.splitlines()
+        assert [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS] == [], path
+        # The formatter closes a function at the column that it begins in.
+        begins = [
+            number for number, line in enumerate(lines) if re.match(r"[a-z_\"].*\($|[a-z_\"].*\) (const )?{$", line)
+        ]
+        ends = [next(end for end in range(begin, len(lines)) if lines[end] == "}") for begin in begins]
+        long = [begin + 1 for begin, end in zip(begins, ends, strict=True) if end - begin >= MAX_FUNCTION_LINES]
+        assert long == [], path
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

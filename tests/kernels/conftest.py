@@ -81,7 +81,8 @@ def on_host(tmp_path):
         kernel = "\n".join((package / file).read_text(encoding="utf-8") for file in files)
         assert fault[0] in kernel
         source = tmp_path / "kernel.cpp"
-        imitation = Path(__file__).with_name("cuda_on_host.hpp").read_text(encoding="utf-8")
+        names = ("cuda_on_host.hpp", "hopper_on_host.hpp")
+        imitation = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
         lines = [f"#define {name} {value}" for name, value in defines.items()]
         source.write_text("\n".join([*lines, imitation, kernel.replace(*fault), entry]), encoding="utf-8")
         library = tmp_path / f"kernel-{len(list(tmp_path.iterdir()))}.so"

@@ -163,6 +163,20 @@ def test_a_head_dim_that_is_no_power_of_two_is_refused():
         )
 
 
+def test_the_paged_kernel_takes_only_what_it_reads_as_it_lies():
+    options = {"max_rows": 64, "num_q_heads": 4, "num_kv_heads": 4, "head_dim": 64, "device": "cpu", "has_paged": True}
+    workspace = make_decode_workspace(**options, num_multiprocessors=4)
+    assert workspace.is_paged(32)
+    assert not make_decode_workspace(**options, num_multiprocessors=4, tiling=DecodeTiling()).is_paged(32)
+    assert not make_decode_workspace(**options, num_multiprocessors=4, row_invariant=True).is_paged(32)
+    cache, lengths = torch.zeros(9, 16, 4, 64, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.int32)
+    q, table = torch.zeros(32, 4, 64, dtype=torch.bfloat16), torch.zeros(33, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="seq_lens is torch.int64, not int32"):
+        decode_attention(q, cache, cache, table, lengths, lengths.long(), workspace)
+    with pytest.raises(ValueError, match="q is torch.float32, the cache torch.bfloat16"):
+        decode_attention(q.float(), cache, cache, table, lengths, lengths, workspace)
+
+
 def test_a_row_invariant_workspace_cuts_every_number_of_rows_alike():
     def workspace(row_invariant):
         return make_decode_workspace(

@@ -60,14 +60,8 @@ class Case:
             at = [(int(self.table[row, t // self.page_size]), t % self.page_size) for t in range(length)]
             heads = self.q[index].view(-1, self.head_dim)
             q, k_new, v_new = heads.split([self.num_heads, *[self.num_kv_heads * self.rope] * 2])
-            old = at[: length - self.rope]
-            empty = torch.zeros(0, self.num_kv_heads, self.head_dim).bfloat16()
-            keys = torch.stack([self.keys[slot] for slot in old] or [empty.new_zeros(empty.shape[1:])]).double()[
-                : len(old)
-            ]
-            values = torch.stack([self.values[slot] for slot in old] or [empty.new_zeros(empty.shape[1:])]).double()[
-                : len(old)
-            ]
+            pages, inside = torch.tensor(at[: length - self.rope], dtype=torch.int64).view(-1, 2).unbind(-1)
+            keys, values = self.keys[pages, inside].double(), self.values[pages, inside].double()
             q = q.double()
             if self.rope:
                 q = self.rotated(q, self.q_norm, length - 1)
@@ -77,6 +71,15 @@ class Case:
             scores = torch.einsum("hgd,thd->hgt", q, keys) * self.head_dim**-0.5
             out[index] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values).flatten(0, 1)
         return out, new
+
+
+def whole_plan_of(lengths, num_kv_heads, programs):
+    """What `plan_decode` writes where no sequence is split."""
+    blocks = [-(-length // 16) for length in lengths]
+    entries = [(row, head, 0, count) for row, count in enumerate(blocks) if count for head in range(num_kv_heads)]
+    empty = [(0, 0, 0, 0)] * (programs - len(entries))
+    share = torch.tensor([sum(count for *_, count in entries)], dtype=torch.int32)
+    return torch.tensor([*entries, *empty], dtype=torch.int32), share
 
 
 def plan_of(lengths, num_kv_heads, programs):
@@ -94,7 +97,7 @@ def plan_of(lengths, num_kv_heads, programs):
     return torch.tensor(plan, dtype=torch.int32), torch.tensor([share], dtype=torch.int32)
 
 
-def run(library, case, programs, seed):
+def run(library, case, programs, seed, plan_of=plan_of):
     from slipstream.engine.kernels.paged_decode import Arguments
 
     plan, share = plan_of(case.lengths, case.num_kv_heads, programs)
@@ -144,6 +147,14 @@ def test_the_kernel_on_the_host_equals_float64(case, on_host):
     for slot, (key, value) in new.items():
         torch.testing.assert_close(made.keys[slot].double(), key, rtol=0.01, atol=0.02)
         assert torch.equal(made.values[slot].double(), value)
+
+
+def test_programs_of_a_whole_sequence_each_give_the_same(on_host):
+    defines = {"G": 2, "HK": 2, "D": 64, "PAGE": 16, "STAGES": 3, "ROPE": 1, "NORM": 0, "AHEAD": 1, "BFLOAT16": 1}
+    made = Case([33, 0, 40, 48], group=2, num_kv_heads=2, head_dim=64, page_size=16, rope=True, norm=False)
+    expected, _ = made.expected()
+    run(on_host(FILES, defines, ENTRY), made, 9, seed=1, plan_of=whole_plan_of)
+    torch.testing.assert_close(made.out.view(expected.shape).double(), expected, rtol=0.02, atol=0.02)
 
 
 FAULTS = {

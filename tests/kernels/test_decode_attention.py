@@ -171,9 +171,9 @@ def test_the_paged_kernel_takes_only_what_it_reads_as_it_lies():
     assert not make_decode_workspace(**options, num_multiprocessors=4, row_invariant=True).is_paged(32)
     cache, lengths = torch.zeros(9, 16, 4, 64, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.int32)
     q, table = torch.zeros(32, 4, 64, dtype=torch.bfloat16), torch.zeros(33, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="seq_lens is torch.int64, not int32"):
+    with pytest.raises(ValueError, match=r"seq_lens is torch\.int64, not int32"):
         decode_attention(q, cache, cache, table, lengths, lengths.long(), workspace)
-    with pytest.raises(ValueError, match="q is torch.float32, the cache torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"q is torch\.float32, the cache torch\.bfloat16"):
         decode_attention(q.float(), cache, cache, table, lengths, lengths, workspace)
 
 

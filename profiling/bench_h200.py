@@ -3,7 +3,8 @@
     python -m slipstream.profiling.bench_h200 0.6b=FOLDER 8b=FOLDER [--json FILE] [--only step ttft …]
 
 Decode step = (time of 144 outputs - time of 16 outputs) / 128 for a burst of N requests with 128-token prompts. TTFT = one
-request, 1 output, median of 7. Set = 256 requests, 100-1024 random prompt ids and outputs, temperature 0.6. Idle = 1 - union
+request, 1 output, median of 7, each after the other; and of 5 after rests, for a card that works all the time is at its power
+limit. Set = 256 requests, 100-1024 random prompt ids and outputs, temperature 0.6. Idle = 1 - union
 of kernel and copy intervals / wall, over steady decode steps. Arrivals (not in the table, only when asked for) = TTFT of
 prompts of 3,500 tokens that come at random: with `--set overlap=false` beside it, what overlap costs a first token.
 Everything greedy but the set; ignore_eos throughout. Ready = seconds since the process began. Each shape has a process of its
@@ -34,6 +35,7 @@ from .results import write_json
 
 STEP_ROWS = (1, 8, 32, 64, 128, 256)
 TTFT_TOKENS = (128, 1024, 4096)
+REST_S = 0.5
 PARTS = ("step", "ttft", "ctx8192", "set", "idle")
 MORE_PARTS = (*PARTS, "arrivals")
 
@@ -97,10 +99,14 @@ class Bench:
         long = await self.burst_s(prompts, 144)
         return (long - short) / 128 * 1e3
 
-    async def ttft_ms(self, num_tokens: int, *, repeats: int = 7) -> float:
-        """One request alone, one output."""
+    async def ttft_ms(self, num_tokens: int, *, repeats: int = 7, rest_s: float = 0.0) -> float:
+        """One request alone, one output; the next one after a rest."""
         await self.burst_s([self.prompt(num_tokens)], 1)
-        return statistics.median([await self.burst_s([self.prompt(num_tokens)], 1) * 1e3 for _ in range(repeats)])
+        times = []
+        for _ in range(repeats):
+            await asyncio.sleep(rest_s)
+            times.append(await self.burst_s([self.prompt(num_tokens)], 1) * 1e3)
+        return statistics.median(times)
 
     async def set_tok_s(self) -> float:
         """Output tokens a second of 256 ragged requests at once: 141,664 prompt tokens, 150,245 outputs."""
@@ -189,6 +195,9 @@ async def measure(name: str, folder: str, parts: Sequence[str], settings: dict[s
         if "ttft" in parts:
             results["ttft_ms"] = {str(tokens): await bench.ttft_ms(tokens) for tokens in TTFT_TOKENS}
             print(f"{name}: TTFT {results['ttft_ms']}", flush=True)
+            rested = {str(tokens): await bench.ttft_ms(tokens, repeats=5, rest_s=REST_S) for tokens in TTFT_TOKENS}
+            results["ttft_rested_ms"] = rested
+            print(f"{name}: TTFT after a rest {rested}", flush=True)
         if "ctx8192" in parts:
             results["ctx8192_ms"] = await bench.step_at_context_ms(32, 8192)
             print(f"{name}: step at 32 rows of context 8192 {results['ctx8192_ms']:.2f} ms", flush=True)

@@ -17,9 +17,10 @@ from functools import partial
 
 import torch
 
-from ..engine.kernels.decode_attention import RopeInputs, decode_attention, has_paged_decode
+from ..engine.kernels.decode_attention import RopeInputs, decode_attention
 from ..engine.kernels.decode_plan import make_decode_workspace, plan_decode
 from ..engine.kernels.linear import linear
+from ..engine.kernels.paged_decode import has_paged_decode
 from ..engine.kernels.prefill_attention import prefill_attention
 from ..engine.kernels.rmsnorm import rmsnorm
 from ..engine.kernels.rope_kv_write import rope_kv_write

@@ -139,10 +139,12 @@ class _Export:
             name = text if text is not None else self._string(text_id)
             is_ours = (self._process(global_tid), domain) in our_domains
             step = next((value for value in payload if value is not None), NO_STEP) if is_ours else NO_STEP
-            if is_ours and name in LANE_PHASES:  # on the CPU a lane is a thread, and its ranges are what it computes
+            if not is_ours:
+                kind = LaneKind.HOST
+            elif name in LANE_PHASES:  # on the CPU a lane is a thread, and its ranges are what it computes
                 kind = LaneKind.DEVICE
             else:
-                kind = LaneKind.LOOP if is_ours else LaneKind.HOST
+                kind = LaneKind.LOOP
             _thread_lane(timeline, kind, global_tid, threads).add(name, start, end, step)
 
 

@@ -11,8 +11,7 @@ import triton.language as tl
 
 from .decode_plan import DecodeWorkspace
 from .dependent_launch import DEPENDENT, prefetch_l2, release_dependents, wait_for_inputs
-from .hopper import has_cuda_cpp
-from .paged_decode import paged_decode, serves
+from .paged_decode import paged_decode
 
 _AHEAD_TOKENS = 256
 
@@ -308,13 +307,6 @@ class RopeInputs:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 1e-6
-
-
-def has_paged_decode(k_cache: torch.Tensor, group: int) -> bool:
-    """Whether `paged_decode` serves over such a cache [pages, page_size, Hk, D] with `group` queries of a KV head."""
-    return has_cuda_cpp(k_cache.device) and serves(
-        page_size=k_cache.shape[1], group=group, head_dim=k_cache.shape[3], dtype=k_cache.dtype
-    )
 
 
 def decode_attention(

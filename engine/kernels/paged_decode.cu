@@ -40,7 +40,7 @@ struct Inputs {
 
     // What no kernel writes that may still run ahead of the wait.
     __device__ __forceinline__ void take_place(const Arguments& arg, int head, int seq_len, int request) {
-        if (!ROPE || seq_len == 0) return;
+        if (!ROPE) return;
         const int position = seq_len - 1;
         angles = load_angles(arg.cos_sin + static_cast<long long>(position) * D, threadIdx.x);
         const long long page = arg.table[static_cast<long long>(request) * arg.table_stride + position / PAGE];
@@ -99,7 +99,8 @@ __device__ __forceinline__ Softmax start_with_new_token(const Arguments& arg, co
 // Merges the parts of one (row, head) in the order of their programs and writes the output. Every round trip to memory is a
 // microsecond, so some parts of all queries are sent for at once.
 __device__ __forceinline__ void combine(
-    const Arguments& arg, u16* out, int first_program, int last_program, int first_slot, int num_slots, int lane) {
+    const Arguments& arg, u16* out, int first_program, int last_program, int first_slot, int lane) {
+    const int num_slots = gridDim.x * 2;
     constexpr int MINE = D / 32, AT_ONCE = G <= 2 ? 4 : G <= 4 ? 2 : 1;
     float best[G], weight[G], acc[G][MINE];
 #pragma unroll
@@ -153,7 +154,7 @@ __device__ __forceinline__ void combine(
 // A part of a sequence that has been written, and who came before.
 struct Part {
     int row, head, first_program, last_program, first_slot;
-    int before;  // lane 0's; it may still be on its way
+    int before;  // lane 0's
     bool is_open;
 };
 
@@ -164,7 +165,7 @@ __device__ __forceinline__ void settle(const Arguments& arg, Part& part, int lan
     if (__shfl_sync(0xFFFFFFFF, part.before, 0) != part.last_program - part.first_program) return;
     __syncwarp();
     u16* out = arg.out + static_cast<long long>(part.row) * arg.out_stride + part.head * G * D;
-    combine(arg, out, part.first_program, part.last_program, part.first_slot, gridDim.x * 2, lane);
+    combine(arg, out, part.first_program, part.last_program, part.first_slot, lane);
     if (lane == 0) arg.arrivals[part.row * HK + part.head] = 0;
 }
 
@@ -177,8 +178,7 @@ __device__ __forceinline__ void add_up_weights(Softmax& x) {
 }
 
 // A whole sequence's output.
-__device__ __forceinline__ void write_out(const Arguments& arg, Softmax& x, int row, int head, int lane) {
-    add_up_weights(x);
+__device__ __forceinline__ void write_out(const Arguments& arg, const Softmax& x, int row, int head, int lane) {
     u16* out = arg.out + static_cast<long long>(row) * arg.out_stride + head * G * D;
     const float inverse[2] = {x.weight[0] > 0.0f ? 1.0f / x.weight[0] : 1.0f, x.weight[1] > 0.0f ? 1.0f / x.weight[1] : 1.0f};
 #pragma unroll
@@ -192,8 +192,7 @@ __device__ __forceinline__ void write_out(const Arguments& arg, Softmax& x, int 
 }
 
 // A part of a sequence, into slot `slot`.
-__device__ __forceinline__ void write_part(const Arguments& arg, Softmax& x, Part& part, int slot, int lane) {
-    add_up_weights(x);
+__device__ __forceinline__ void write_part(const Arguments& arg, const Softmax& x, Part& part, int slot, int lane) {
     const int num_slots = gridDim.x * 2;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -227,8 +226,8 @@ struct Walk {
         seq_len = arg.seq_lens[row], request = arg.rows[row];
         look(row + 1, next_len, next_request);
         look(row + 2, after_len, after_request);
-        pages = first_pages(seq_len, request);
-        next_pages = first_pages(next_len, next_request);
+        pages = pages_from(0, seq_len, request);
+        next_pages = pages_from(0, next_len, next_request);
     }
 
     __device__ __forceinline__ void look(int at, int& len, int& whose) const {
@@ -240,8 +239,6 @@ struct Walk {
         return mine * PAGE < len ? arg.table[static_cast<long long>(whose) * arg.table_stride + mine] : 0;
     }
 
-    __device__ __forceinline__ int first_pages(int len, int whose) const { return pages_from(0, len, whose); }
-
     // There must be one: a row without tokens is none.
     __device__ __forceinline__ void go_on() {
         if (++head < HK) return;
@@ -250,7 +247,7 @@ struct Walk {
             ++row, seq_len = next_len, request = next_request, pages = next_pages;
             next_len = after_len, next_request = after_request;
             look(row + 2, after_len, after_request);
-            next_pages = first_pages(next_len, next_request);
+            next_pages = pages_from(0, next_len, next_request);
         } while (seq_len == 0);
     }
 };
@@ -351,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(32) paged_decode(
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         settle(arg, part, lane);
+        add_up_weights(x);
         if (block == 0 && last == num_blocks) {
             write_out(arg, x, row, head, lane);
         } else {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .decode_plan import PAGED_BLOCK_TOKENS
+from .hopper import has_cuda_cpp
 
 if TYPE_CHECKING:
     from .decode_attention import RopeInputs
@@ -40,10 +41,12 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
-def serves(*, page_size: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes such attention, on a Hopper GPU."""
-    is_16_bit = dtype in (torch.bfloat16, torch.float16)
-    return page_size % PAGED_BLOCK_TOKENS == 0 and group <= 8 and head_dim in (64, 128) and is_16_bit
+def has_paged_decode(k_cache: torch.Tensor, group: int) -> bool:
+    """Whether `paged_decode` serves over such a cache [pages, page_size, Hk, D] with `group` queries of a KV head."""
+    page_size, _, head_dim = k_cache.shape[1:]
+    is_16_bit = k_cache.dtype in (torch.bfloat16, torch.float16)
+    has_shape = page_size % PAGED_BLOCK_TOKENS == 0 and group <= 8 and head_dim in (64, 128)
+    return is_16_bit and has_shape and has_cuda_cpp(k_cache.device)
 
 
 def paged_decode(
@@ -60,8 +63,10 @@ def paged_decode(
     ahead: bool,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """As `decode_attention`, for what this kernel `serves` and a plan in blocks of PAGED_BLOCK_TOKENS. Raises ValueError if
-    page_table, rows or seq_lens are not int32, or q is not of the cache's dtype: the kernel reads them as they lie.
+    """As `decode_attention`, where there is one (`has_paged_decode`), with a plan in blocks of PAGED_BLOCK_TOKENS.
+
+    Raises ValueError if page_table, rows or seq_lens are not int32, or q is not of the cache's dtype: the kernel reads them as
+    they lie.
     """
     for name, tensor in (("page_table", page_table), ("rows", rows), ("seq_lens", seq_lens)):
         if tensor.dtype != torch.int32:

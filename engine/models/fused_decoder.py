@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..forward.forward_output import ForwardOutput, TokenStates
-from ..kernels.decode_attention import RopeInputs, decode_attention, has_paged_decode
+from ..kernels.decode_attention import RopeInputs, decode_attention
 from ..kernels.decode_plan import DecodeWorkspace, make_decode_workspace, plan_decode
 from ..kernels.linear import linear
+from ..kernels.paged_decode import has_paged_decode
 from ..kernels.small_gemm import SplitWorkspace, make_split_workspace
 from ..kernels.step_prologue import StepInputs, step_prologue
 

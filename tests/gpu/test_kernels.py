@@ -131,8 +131,9 @@ def attention_reference(q, k_cache, v_cache, table, row, seq_len):
 )
 @pytest.mark.parametrize("seq_lens", [[1], [1000], [8192, 1, 130, 0, 64], [200] * 48, list(range(1, 257))])
 def test_decode_attention_equals_float64_and_itself(num_q_heads, num_kv_heads, head_dim, page_size, seq_lens):
-    from slipstream.engine.kernels.decode_attention import decode_attention, has_paged_decode
+    from slipstream.engine.kernels.decode_attention import decode_attention
     from slipstream.engine.kernels.decode_plan import make_decode_workspace, plan_decode
+    from slipstream.engine.kernels.paged_decode import has_paged_decode
 
     k_cache, v_cache, table, rows = paged(seq_lens, num_kv_heads, head_dim, page_size)
     q, lengths = randn(len(seq_lens), num_q_heads, head_dim), ints(seq_lens)
@@ -159,8 +160,9 @@ def test_decode_attention_equals_float64_and_itself(num_q_heads, num_kv_heads, h
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "with_norm"), [(16, 8, True), (32, 8, False)])
 def test_the_packed_projection_gives_what_rope_kv_write_and_attention_give(num_q_heads, num_kv_heads, with_norm, few):
-    from slipstream.engine.kernels.decode_attention import RopeInputs, decode_attention, has_paged_decode
+    from slipstream.engine.kernels.decode_attention import RopeInputs, decode_attention
     from slipstream.engine.kernels.decode_plan import make_decode_workspace, plan_decode
+    from slipstream.engine.kernels.paged_decode import has_paged_decode
     from slipstream.engine.kernels.rope_kv_write import rope_kv_write
 
     seq_lens = [1, 17, 1024, 65, 300] * (1 if few else 30)

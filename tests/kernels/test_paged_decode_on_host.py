@@ -73,41 +73,22 @@ class Case:
         return out, new
 
 
-def whole_plan_of(lengths, num_kv_heads, programs):
-    """What `plan_decode` writes where no sequence is split."""
-    blocks = [-(-length // 16) for length in lengths]
-    entries = [(row, head, 0, count) for row, count in enumerate(blocks) if count for head in range(num_kv_heads)]
-    empty = [(0, 0, 0, 0)] * (programs - len(entries))
-    share = torch.tensor([sum(count for *_, count in entries)], dtype=torch.int32)
-    return torch.tensor([*entries, *empty], dtype=torch.int32), share
-
-
-def plan_of(lengths, num_kv_heads, programs):
-    """What `plan_decode` writes: the blocks of all sequences in equal, contiguous shares."""
-    blocks = [-(-length // 16) for length in lengths]
-    starts = [sum(blocks[:row]) * num_kv_heads for row in range(len(lengths))]
-    total = sum(blocks) * num_kv_heads
-    share = max(1, -(-total // programs))
-    plan = []
-    for program in range(programs):
-        begin = min(program * share, total)
-        row = max(row for row, start in enumerate(starts) if start <= begin)
-        head, block = divmod(begin - starts[row], max(blocks[row], 1))
-        plan.append((row, head, block, min(begin + share, total) - begin))
-    return torch.tensor(plan, dtype=torch.int32), torch.tensor([share], dtype=torch.int32)
-
-
-def run(library, case, programs, seed, plan_of=plan_of):
+def run(library, case, programs, seed, whole="never"):
+    from slipstream.engine.kernels.decode_plan import DecodeTiling, make_decode_workspace, plan_decode
     from slipstream.engine.kernels.paged_decode import Arguments
 
-    plan, share = plan_of(case.lengths, case.num_kv_heads, programs)
+    workspace = make_decode_workspace(
+        max_rows=len(case.lengths), num_q_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim,
+        device="cpu", num_multiprocessors=programs,
+        tiling=DecodeTiling(block_tokens=16, programs_per_multiprocessor=1, whole=whole),
+    )  # fmt: skip
+    for partial in (workspace.partial_out, workspace.partial_stats):
+        partial.fill_(float("nan"))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    partial_out = torch.full((2 * programs, case.group, case.head_dim), float("nan"))
-    partial_stats = torch.full((2, 2 * programs, case.group), float("nan"))
-    arrivals = torch.zeros(len(case.lengths) * case.num_kv_heads, dtype=torch.int32)
+    plan_decode(lengths, workspace)
     tensors = (
-        case.q, case.keys, case.values, case.out, case.table, case.rows, lengths, plan, share, partial_out, partial_stats,
-        arrivals, case.q_norm, case.k_norm, case.cos_sin,
+        case.q, case.keys, case.values, case.out, case.table, case.rows, lengths, workspace.plan, workspace.share,
+        workspace.partial_out, workspace.partial_stats, workspace.arrivals, case.q_norm, case.k_norm, case.cos_sin,
     )  # fmt: skip
     scale = case.head_dim**-0.5 * 1.4426950408889634
     strides = case.q.stride(0), case.out.stride(0), case.table.stride(0)
@@ -116,7 +97,7 @@ def run(library, case, programs, seed, plan_of=plan_of):
     num_slots = case.keys.shape[0] * case.page_size
     error = library.launch(ctypes.byref(given), ctypes.c_long(num_slots), programs, seed)
     assert error is None, error.decode()
-    assert not arrivals.any()
+    assert not workspace.arrivals.any()
 
 
 CASES = [  # lengths, group, KV heads, head_dim, page size, with rope, with norm, stages, programs
@@ -153,7 +134,7 @@ def test_programs_of_a_whole_sequence_each_give_the_same(on_host):
     defines = {"G": 2, "HK": 2, "D": 64, "PAGE": 16, "STAGES": 3, "ROPE": 1, "NORM": 0, "AHEAD": 1, "BFLOAT16": 1}
     made = Case([33, 0, 40, 48], group=2, num_kv_heads=2, head_dim=64, page_size=16, rope=True, norm=False)
     expected, _ = made.expected()
-    run(on_host(FILES, defines, ENTRY), made, 9, seed=1, plan_of=whole_plan_of)
+    run(on_host(FILES, defines, ENTRY), made, 9, seed=1, whole="always")
     torch.testing.assert_close(made.out.view(expected.shape).double(), expected, rtol=0.02, atol=0.02)
 
 

@@ -29,6 +29,7 @@ from .step_times import StepTimes
 from .stream_interval import StreamInterval
 from .text_process import TextProcess
 from .tracing import RequestSpans
+from .turnstile import Turnstile
 from .web_page import page_routes
 
 PAGE_ROUTES = page_routes()
@@ -98,7 +99,9 @@ def create_app(
 
     handlers = {HTTPException: no_such_endpoint}
     operations = [each for each in OPERATIONS if admin_key is not None or not each.is_admin]
-    return Starlette(routes=_routes(front, operations), middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=_routes(front, operations), middleware=middleware, exception_handlers=handlers)
+    app.state.turnstile = Turnstile(lambda: front.fan_out.is_behind)  # for our own server
+    return app
 
 
 def _routes(front: Front, operations: Sequence[Operation]) -> list[Route]:

@@ -61,6 +61,11 @@ class FanOut:
         self._spent_s = 0.0
         self.interval = interval
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a stream waits for its turn."""
+        return bool(self._ready)
+
     def schedule(self, stream: Flushable) -> None:
         """Have `stream` flushed in the next turn. The caller does not schedule it again before that."""
         self._ready.append(stream)

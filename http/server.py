@@ -61,7 +61,7 @@ class HttpServer:
             ServedConnection,
             head_timeout_s=head_timeout_s,
             write_timeout_s=write_timeout_s,
-            turnstile=Turnstile(),
+            turnstile=getattr(getattr(app, "state", None), "turnstile", None) or Turnstile(),  # ours knows its streams
         )
         self._config = uvicorn.Config(
             app,

@@ -7,24 +7,28 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
-WITHOUT_PAUSE = 64  # of a burst: over so soon that a pause would only make more steps slow
 AT_ONCE = 3  # requests: reading, checking and submitting one takes 0.3 to 1 ms, and a turn is not to be longer than 3
+PATIENCE = 4  # times what the last few took: after that the next have their turn, whatever waits
 
 
 class Turnstile:
-    """Makes calls at once as long as few come; of many, AT_ONCE in a turn of the loop, in order. In a long burst each turn
-    is followed by as long a pause: half of the loop is left to those who stream already, however slow or busy its
-    processor is.
+    """Makes calls at once as long as few come; of many, AT_ONCE in a turn of the loop, in order, and the next when nothing
+    waits to be written to the streams that go already. So a burst has the time in which the loop would wait for the
+    device, and at least a fifth of all time where there is none.
     """
 
-    __slots__ = ("_began", "_clock", "_is_turning", "_num_entered", "_num_in_burst", "_waiting")
+    __slots__ = ("_began", "_clock", "_is_busy", "_is_turning", "_num_entered", "_patient_until", "_waiting")
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self, is_busy: Callable[[], bool] = lambda: False, *, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """`is_busy` says whether something waits to be written."""
+        self._is_busy = is_busy
         self._clock = clock
         self._waiting: deque[Callable[[], None]] = deque()
         self._num_entered = 0  # in this turn, or in the one that is made up for
-        self._num_in_burst = 0
         self._began = 0.0
+        self._patient_until = 0.0
         self._is_turning = False
 
     def enter(self, call: Callable[[], None]) -> None:
@@ -36,7 +40,6 @@ class Turnstile:
 
     def _let_in(self, call: Callable[[], None]) -> None:
         self._num_entered += 1
-        self._num_in_burst += 1
         if not self._is_turning:
             self._is_turning = True
             self._began = self._clock()
@@ -50,16 +53,16 @@ class Turnstile:
     def _turn_over(self) -> None:
         self._is_turning = False
         if self._num_entered < AT_ONCE:
-            self._num_entered = self._num_in_burst = 0
-        elif self._num_in_burst < WITHOUT_PAUSE:
-            self._go_on()
-        else:
-            took = self._clock() - self._began
-            asyncio.get_running_loop().call_later(took, self._go_on)
+            self._num_entered = 0
+            return
+        now = self._clock()
+        self._patient_until = now + PATIENCE * (now - self._began)
+        self._go_on()
 
     def _go_on(self) -> None:
+        if self._waiting and self._is_busy() and self._clock() < self._patient_until:
+            asyncio.get_running_loop().call_soon(self._go_on)
+            return
         self._num_entered = 0
-        if not self._waiting:
-            self._num_in_burst = 0
         while self._waiting and self._num_entered < AT_ONCE:
             self._let_in(self._waiting.popleft())

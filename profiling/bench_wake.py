@@ -20,17 +20,16 @@ from typing import NamedTuple
 
 import torch
 
-from ..streams.cuda_lane import CudaLane, cuda_host_func_launcher
-from ..streams.wake import EventWaiter, HostFuncWaiter, ThreadWaiter
+from ..streams.cuda_lane import CudaLane
+from ..streams.wake import EventWaiter, LoopWaiter, ThreadWaiter
 from .results import require_cuda, write_json
 
 GAPS_MS = (0.2, 1.0, 5.0)
 SLICE_LOOPS = 3000  # of an empty Python loop: some 50 to 100 µs between two turns of a busy event loop
 
 STRATEGIES: dict[str, Callable[[], EventWaiter]] = {
-    "thread, blocking event": lambda: ThreadWaiter("bench", blocking=True),
-    "thread, spinning event": lambda: ThreadWaiter("bench", blocking=False),
-    "host function, eventfd": lambda: HostFuncWaiter(cuda_host_func_launcher()),
+    "the loop asks": lambda: LoopWaiter("bench"),
+    "a thread sleeps": lambda: ThreadWaiter("bench"),
 }
 
 

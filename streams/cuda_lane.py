@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,7 +14,7 @@ from .fence import Fence
 from .hold import Hold, HoldList
 from .stream_ring import distinct_streams
 from .ticket import Ticket
-from .wake import Completion, EventWaiter, LaunchHostFunc, ThreadWaiter
+from .wake import Completion, EventWaiter, LoopWaiter, ThreadWaiter
 
 T = TypeVar("T")
 
@@ -87,18 +86,18 @@ class CudaFence:
         self._pool.give_back(event)
 
 
-def default_waiter(name: str) -> ThreadWaiter:
-    """A thread that spins while a ticket is out, or sleeps where that would take a core from the loop. Spinning, the loop
-    learns of the end of a step 60 to 140 µs earlier: a sleeping core wakes the later the longer it slept.
+def default_waiter(name: str) -> EventWaiter:
+    """The loop itself asks while a ticket is out; where that would take a core from somebody, a thread sleeps until the end
+    of the step and wakes the loop, which learns of it later: a sleeping core wakes the later the longer it slept.
     """
-    return ThreadWaiter(name, blocking=usable_cores() < _CORES_TO_SPIN)
+    return ThreadWaiter(name) if usable_cores() < _CORES_TO_SPIN else LoopWaiter(name)
 
 
 class CudaLane:
     """A `Lane` whose queue is a CUDA stream.
 
-    `submit` runs inline under the stream; all else is events. `waiter` decides how tickets wake the loop (by default
-    a daemon thread, see `default_waiter`); a lane owns its waiter, because completions are awaited in the order of one
+    `submit` runs inline under the stream; all else is events. `waiter` decides how tickets wake the loop (see
+    `default_waiter`); a lane owns its waiter, because completions are awaited in the order of one
     stream.
     """
 
@@ -139,7 +138,7 @@ class CudaLane:
         event = self._ticket_events.record(self.stream)
         completion: Completion
         ticket: Ticket[T] = into if into is not None else Ticket()
-        ticket.polled_by(lambda: completion.poll())
+        ticket.polled_by(lambda: self._waiter.ask(completion))
 
         def finish() -> None:
             try:
@@ -155,7 +154,7 @@ class CudaLane:
             ticket.set_error(error)
 
         completion = Completion(event, finish=finish, fail=fail, release=lambda: self._ticket_events.give_back(event))
-        self._waiter.watch(self.stream.cuda_stream, completion)
+        self._waiter.watch(completion)
         return ticket
 
     def close(self) -> None:
@@ -179,19 +178,3 @@ class CudaLane:
                 self._held.add(hold)
         except RuntimeError:
             return
-
-
-def cuda_host_func_launcher() -> LaunchHostFunc:
-    """`cudaLaunchHostFunc` of the CUDA runtime that torch has loaded, for `HostFuncWaiter`. Raises OSError without one."""
-    major = (torch.version.cuda or "").split(".")[0]
-    runtime = ctypes.CDLL(f"libcudart.so.{major}")
-    launch_host_func = runtime.cudaLaunchHostFunc
-    launch_host_func.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    launch_host_func.restype = ctypes.c_int
-
-    def launch(stream: int, function: int, argument: int) -> None:
-        status = launch_host_func(stream, function, argument)
-        if status != 0:
-            raise RuntimeError(f"cudaLaunchHostFunc failed with CUDA error {status}")
-
-    return launch

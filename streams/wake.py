@@ -8,15 +8,15 @@ wake.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Final, Protocol
 
 from .errors import MisuseError
+
+LOOK_EVERY_S: Final = 0.01  # at what a closed waiter still has
 
 
 class WakeEvent(Protocol):
@@ -90,8 +90,12 @@ class EventWaiter(Protocol):
         """Whether its events are to be made with `blocking=True`: a wait then sleeps instead of spinning."""
         ...
 
-    def watch(self, stream_handle: int, completion: Completion) -> None:
-        """Finish `completion` when the work queued on the stream so far, its event included, has run."""
+    def watch(self, completion: Completion) -> None:
+        """Take in one more completion, behind all others. On any thread."""
+        ...
+
+    def ask(self, completion: Completion) -> None:
+        """Finish it if its event has passed; otherwise somebody is about to wait for it. On the loop's thread; never waits."""
         ...
 
     def close(self) -> None:
@@ -100,26 +104,28 @@ class EventWaiter(Protocol):
 
 
 class ThreadWaiter:
-    """A daemon thread that waits for one event after the other. `blocking=False` spins: a core while one is out."""
+    """A daemon thread that sleeps until one event after the other has passed."""
 
-    def __init__(self, name: str, *, blocking: bool = True) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._blocking = blocking
         self._queue: SimpleQueue[Completion | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def blocking_events(self) -> bool:
-        return self._blocking
+        return True
 
-    def watch(self, stream_handle: int, completion: Completion) -> None:
+    def watch(self, completion: Completion) -> None:
         if self._closed:
             raise MisuseError(f"the waiter of {self._name!r} is closed")
         if self._thread is None:  # lanes that hand out no ticket need no thread
             self._thread = threading.Thread(target=self._work, name=f"wait-{self._name}", daemon=True)
             self._thread.start()
         self._queue.put(completion)
+
+    def ask(self, completion: Completion) -> None:
+        completion.poll()
 
     def close(self) -> None:
         self._closed = True
@@ -138,76 +144,50 @@ class ThreadWaiter:
             completion = None
 
 
-LaunchHostFunc = Callable[[int, int, int], None]
-"""(stream, function, argument): have the driver call the C function `function(argument)` when the stream gets there."""
+class LoopWaiter:
+    """Nobody sleeps: from the first await on the loop asks in each of its turns, and takes one after the other without a pause
+    until nothing is out any more.
 
-
-class HostFuncWaiter:
-    """The driver itself writes to an eventfd that the loop watches: no waiting thread, no GIL outside the loop's thread.
-
-    `cudaLaunchHostFunc` calls a C function of one pointer. A Python callback there would need the GIL on the driver's
-    thread, which can deadlock against a CUDA call that holds it; so the function is libc's `fflush`, and the pointer
-    a FILE whose buffer already holds the 8 bytes to write. After a CUDA error the driver calls nothing: only the
-    query of an await sees it then.
+    That is a core, as with a thread that spins; but the loop sees the event in its next turn, however busy it is, and is
+    awake when it does: no thread has to be given the GIL first, and none has to wake another.
     """
 
-    def __init__(self, launch: LaunchHostFunc) -> None:
-        self._launch = launch
-        self._libc = _libc()
-        self._flush = ctypes.cast(self._libc.fflush, ctypes.c_void_p).value or 0
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._free: list[int] = []
-        self._watched: deque[tuple[Completion, int]] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._watched: deque[Completion] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None  # that has a look due
+        self._closed = False
 
     @property
     def blocking_events(self) -> bool:
         return False
 
-    def watch(self, stream_handle: int, completion: Completion) -> None:
-        if self._fd < 0:
-            raise MisuseError("the waiter is closed")
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._fd, self._wake)
-        file = self._free.pop() if self._free else self._open_file()
-        if self._libc.fwrite(_ONE, 8, 1, file) != 1:
-            raise OSError("could not fill the buffer of an eventfd")
-        self._launch(stream_handle, self._flush, file)
-        self._watched.append((completion, file))  # `_wake` runs on this thread, so not before this line
+    def watch(self, completion: Completion) -> None:
+        if self._closed:
+            raise MisuseError(f"the waiter of {self._name!r} is closed")
+        self._watched.append(completion)
+
+    def ask(self, completion: Completion) -> None:
+        completion.poll()
+        running = asyncio.get_running_loop()
+        if not completion.finished and self._loop is not running:
+            self._loop = running
+            running.call_soon(self._look, running)
 
     def close(self) -> None:
-        if self._fd < 0:
-            return
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._fd)
-        for file in self._free:  # the driver may still flush the others: they stay open
-            self._libc.fclose(file)
-        os.close(self._fd)
-        self._fd = -1
+        self._closed = True  # what is still out may be a step that hangs: from now on a look now and then does
 
-    def _open_file(self) -> int:
-        file: int | None = self._libc.fdopen(os.dup(self._fd), b"w")
-        if not file:
-            raise OSError(ctypes.get_errno(), "could not open a FILE on an eventfd")
-        return file
-
-    def _wake(self) -> None:
-        for _ in range(os.eventfd_read(self._fd)):  # one per host function that ran, and a stream runs them in order
-            completion, file = self._watched.popleft()
-            self._free.append(file)
-            completion.finish()
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        watched = self._watched
+        while watched:
+            completion = watched[0]
+            completion.poll()
+            if not completion.finished:
+                if self._closed:
+                    loop.call_later(LOOK_EVERY_S, self._look, loop)
+                else:
+                    loop.call_soon(self._look, loop)
+                return
+            watched.popleft()
             completion.release()
-
-
-_ONE = (1).to_bytes(8, "little")
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fdopen.argtypes = [ctypes.c_int, ctypes.c_char_p]
-    libc.fdopen.restype = ctypes.c_void_p
-    libc.fwrite.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
-    libc.fwrite.restype = ctypes.c_size_t
-    libc.fclose.argtypes = [ctypes.c_void_p]
-    return libc
+        self._loop = None

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slipstream.streams.cuda_lane import CudaLane, cuda_host_func_launcher
+from slipstream.streams.cuda_lane import CudaLane
 from slipstream.streams.errors import MisuseError
 from slipstream.streams.hold import Hold
 from slipstream.streams.host_lane import HostLane
 from slipstream.streams.relay import Relay
 from slipstream.streams.staging import StagingRing
 from slipstream.streams.stream_ring import distinct_streams
-from slipstream.streams.wake import EventWaiter, HostFuncWaiter, ThreadWaiter
+from slipstream.streams.wake import EventWaiter, LoopWaiter, ThreadWaiter
 
 pytestmark = pytest.mark.gpu
 
@@ -23,9 +23,8 @@ CUDA = torch.device("cuda", 0)
 CYCLES_10_MS = 20_000_000  # at about 2 GHz; tests need "long", not "exactly"
 
 WAITERS: dict[str, Callable[[], EventWaiter]] = {
-    "thread-blocking": lambda: ThreadWaiter("test", blocking=True),
-    "thread-spinning": lambda: ThreadWaiter("test", blocking=False),
-    "host-function": lambda: HostFuncWaiter(cuda_host_func_launcher()),
+    "loop": lambda: LoopWaiter("test"),
+    "thread": lambda: ThreadWaiter("test"),
 }
 
 

@@ -24,7 +24,7 @@ from slipstream.http.openai_chat import ChatShape
 from slipstream.http.settings import FrontSettings
 from slipstream.http.step_times import StepTimes
 from slipstream.http.stream_interval import StreamInterval
-from slipstream.http.turnstile import AT_ONCE, WITHOUT_PAUSE, Turnstile
+from slipstream.http.turnstile import AT_ONCE, PATIENCE, Turnstile
 
 
 class Written:
@@ -250,42 +250,59 @@ async def test_a_request_says_one_line_in_the_log_without_its_prompt(
     assert "secret" not in caplog.text
 
 
-async def test_a_burst_enters_a_few_at_a_time_in_order_and_leaves_the_loop_as_long_as_it_took(
-    monkeypatch: pytest.MonkeyPatch,
+class Clock:
+    """Time that passes only as work is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("num_busy_turns", [0, 5, 10_000])
+async def test_a_burst_enters_a_few_at_a_time_in_order_when_nothing_waits_or_it_has_waited_long_enough(
+    num_busy_turns: int,
 ) -> None:
-    now, pauses, entered = 0.0, [], []
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(
-        loop, "call_later", lambda delay, call: (pauses.append((delay, len(entered))), loop.call_soon(call))
-    )
-    turnstile = Turnstile(clock=lambda: now)
+    clock, entered, at = Clock(), list[int](), list[float]()
+    num_left = 0
 
-    def work(number: int) -> None:
-        nonlocal now
+    def is_busy() -> bool:
+        nonlocal num_left
+        if num_left == 0:
+            return False
+        num_left -= 1
+        clock.now += 0.125
+        return True
+
+    def enter(number: int) -> None:
+        nonlocal num_left
         entered.append(number)
-        now += 0.25
+        at.append(clock.now)
+        clock.now += 0.25
+        num_left = num_busy_turns
 
-    num_free = -(-WITHOUT_PAUSE // AT_ONCE) * AT_ONCE
-    num_all = num_free + 2 * AT_ONCE + 1
+    turnstile = Turnstile(is_busy, clock=clock)
+    num_all = 4 * AT_ONCE + 1
     for burst in range(2):
         entered.clear()
-        pauses.clear()
+        at.clear()
         for number in range(num_all):
-            turnstile.enter(functools.partial(work, number))
+            turnstile.enter(functools.partial(enter, number))
         assert entered == list(range(AT_ONCE)), "the first do not wait, after a burst neither"
         while len(entered) < num_all:
             before = len(entered)
             await asyncio.sleep(0)
             assert len(entered) - before <= AT_ONCE
         assert entered == list(range(num_all)), burst
-        assert pauses == [(0.25 * AT_ONCE, num_free + AT_ONCE * number) for number in range(3)]
+        pauses = [at[index] - at[index - 1] - 0.25 for index in range(AT_ONCE, num_all, AT_ONCE)]
+        assert pauses == [min(0.125 * num_busy_turns, PATIENCE * 0.25 * AT_ONCE)] * len(pauses)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
 
-async def test_few_requests_enter_at_once_turn_after_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_requests_enter_at_once_turn_after_turn() -> None:
     entered: list[int] = []
-    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", None)  # nobody is made to wait
     turnstile = Turnstile()
     for number in range(5 * (AT_ONCE - 1)):
         turnstile.enter(functools.partial(entered.append, number))

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.streams import cuda_lane
 from slipstream.streams.cuda_lane import CudaFence, EventPool, default_waiter
+from slipstream.streams.wake import LoopWaiter, ThreadWaiter
 
 
 class FakeEvent:
@@ -70,8 +71,9 @@ def test_an_event_goes_back_once_however_many_threads_see_it_passed() -> None:
 
 
 @pytest.mark.parametrize(("cores", "sleeps"), [(1, True), (3, True), (4, False), (16, False)])
-def test_a_lane_spins_for_its_tickets_only_where_that_takes_no_core_from_the_loop(
+def test_the_loop_asks_for_its_tickets_only_where_that_takes_no_core_from_somebody(
     monkeypatch: pytest.MonkeyPatch, cores: int, sleeps: bool
 ) -> None:
     monkeypatch.setattr(cuda_lane, "usable_cores", lambda: cores)
     assert default_waiter("compute").blocking_events is sleeps
+    assert isinstance(default_waiter("compute"), ThreadWaiter if sleeps else LoopWaiter)

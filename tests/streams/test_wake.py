@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ import pytest
 
 from slipstream.streams.errors import MisuseError
 from slipstream.streams.ticket import Ticket
-from slipstream.streams.wake import Completion, EventWaiter, HostFuncWaiter, ThreadWaiter
+from slipstream.streams.wake import Completion, EventWaiter, LoopWaiter, ThreadWaiter
 
 
 class FakeEvent:
@@ -20,8 +19,10 @@ class FakeEvent:
         self.passed = threading.Event()
         self.error: Exception | None = None
         self.num_waits = 0
+        self.num_queries = 0
 
     def query(self) -> bool:
+        self.num_queries += 1
         if self.error is not None:
             raise self.error
         return self.passed.is_set()
@@ -33,32 +34,16 @@ class FakeEvent:
             raise self.error
 
 
-class FakeStream:
-    """Calls host functions on its own thread when told to, as a CUDA driver does: C functions, with one pointer."""
-
-    def __init__(self) -> None:
-        self.queued: list[tuple[int, int]] = []
-
-    def launch(self, stream: int, function: int, argument: int) -> None:
-        self.queued.append((function, argument))
-
-    def run_next(self) -> None:
-        function, argument = self.queued.pop(0)
-        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        thread = threading.Thread(target=call, args=(argument,))
-        thread.start()
-
-
 def watched(waiter: EventWaiter, event: FakeEvent, released: list[FakeEvent]) -> Ticket[str]:
     completion: Completion
-    ticket: Ticket[str] = Ticket(poll=lambda: completion.poll())
+    ticket: Ticket[str] = Ticket(poll=lambda: waiter.ask(completion))
     completion = Completion(
         event,
         finish=lambda: ticket.set_result("read"),
         fail=ticket.set_error,
         release=lambda: released.append(event),
     )
-    waiter.watch(1, completion)
+    waiter.watch(completion)
     return ticket
 
 
@@ -143,37 +128,105 @@ async def test_closing_does_not_wait_for_a_stuck_step() -> None:
     assert await ticket == "read"
 
 
-async def test_host_functions_wake_the_loop_in_order_without_a_thread_of_ours() -> None:
-    stream, released = FakeStream(), list[FakeEvent]()
-    waiter = HostFuncWaiter(stream.launch)
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_the_loop_asks_in_each_turn_and_stops_when_nothing_is_out() -> None:
+    waiter, released, threads = LoopWaiter("copy"), list[FakeEvent](), threading.active_count()
     events = [FakeEvent() for _ in range(3)]
-    tickets = [watched(waiter, event, released) for event in events]
-    await asyncio.sleep(0.01)
-    assert not any(ticket.done() for ticket in tickets), "nothing is flushed before the stream gets there"
-    stream.run_next()
-    assert await asyncio.wait_for(tickets[0], 5) == "read"
-    assert [ticket.done() for ticket in tickets] == [True, False, False]
-    stream.run_next()
-    stream.run_next()
-    assert [await asyncio.wait_for(ticket, 5) for ticket in tickets[1:]] == ["read", "read"]
-    assert released == events
-    again = watched(waiter, FakeEvent(), released)
-    stream.run_next()
-    assert await asyncio.wait_for(again, 5) == "read"
+    for _ in range(2):
+        released.clear()
+        tickets = [watched(waiter, event, released) for event in events]
+        readers = [asyncio.ensure_future(ticket) for ticket in tickets]
+        await turns(3)
+        assert not any(reader.done() for reader in readers)
+        events[1].passed.set()
+        await turns(3)
+        assert not any(reader.done() for reader in readers), "those of a lane pass in order: who is first is asked"
+        events[0].passed.set()
+        await turns(3)
+        assert [reader.done() for reader in readers] == [True, True, False]
+        assert released == events[:2]
+        events[2].passed.set()
+        assert await readers[2] == "read"
+        await turns(3)
+        asked = [event.num_queries for event in events]
+        await turns(10)
+        assert asked == [event.num_queries for event in events], "an idle loop may sleep"
+        for event in events:
+            event.passed.clear()
+    assert threading.active_count() <= threads
     waiter.close()
-    waiter.close()
-    with pytest.raises(MisuseError):
-        watched(waiter, FakeEvent(), released)
 
 
-async def test_a_ticket_that_its_await_finished_is_not_finished_again_by_the_host_function() -> None:
-    stream, released = FakeStream(), list[FakeEvent]()
-    waiter = HostFuncWaiter(stream.launch)
+async def test_what_a_thread_without_a_loop_hands_out_is_seen_as_well() -> None:
+    waiter, released, event = LoopWaiter("copy"), list[FakeEvent](), FakeEvent()
+    ticket = await asyncio.to_thread(watched, waiter, event, released)
+    reader = asyncio.ensure_future(ticket)
+    await turns(3)
+    assert not reader.done()
+    event.passed.set()
+    await turns(3)
+    assert reader.result() == "read"
+    waiter.close()
+
+
+async def test_the_loop_wakes_for_an_event_that_passes_while_it_has_nothing_else_to_do() -> None:
+    waiter, released = LoopWaiter("copy"), list[FakeEvent]()
     event = FakeEvent()
     ticket = watched(waiter, event, released)
-    event.passed.set()
-    assert await ticket == "read"
-    assert released == []
-    stream.run_next()
-    await until(lambda: released == [event])
+    threading.Timer(0.02, event.passed.set).start()
+    assert await asyncio.wait_for(ticket, 5) == "read"
     waiter.close()
+
+
+async def test_a_device_error_that_the_loop_sees_fails_the_ticket() -> None:
+    waiter, released = LoopWaiter("copy"), list[FakeEvent]()
+    event = FakeEvent()
+    reader = asyncio.ensure_future(watched(waiter, event, released))
+    await turns(3)
+    event.error = RuntimeError("an illegal memory access")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        await reader
+    assert released == [event]
+    waiter.close()
+
+
+async def test_a_closed_waiter_of_the_loop_looks_at_a_stuck_step_only_now_and_then() -> None:
+    waiter, released = LoopWaiter("copy"), list[FakeEvent]()
+    event = FakeEvent()
+    reader = asyncio.ensure_future(watched(waiter, event, released))
+    await turns(3)
+    waiter.close()
+    await turns(2)
+    asked = event.num_queries
+    await turns(10)
+    assert event.num_queries <= asked + 1
+    with pytest.raises(MisuseError):
+        watched(waiter, FakeEvent(), released)
+    event.passed.set()
+    assert await asyncio.wait_for(reader, 5) == "read"
+
+
+def test_the_waiter_of_a_loop_that_has_ended_serves_the_next_one() -> None:
+    waiter, released = LoopWaiter("copy"), list[FakeEvent]()
+    left, event = FakeEvent(), FakeEvent()
+
+    async def leave() -> None:
+        reader = asyncio.ensure_future(watched(waiter, left, released))
+        await turns(3)
+        reader.cancel()
+
+    async def read() -> str:
+        reader = asyncio.ensure_future(watched(waiter, event, released))
+        await turns(3)
+        left.passed.set()
+        event.passed.set()
+        await turns(3)
+        return reader.result()
+
+    asyncio.run(leave())
+    assert asyncio.run(read()) == "read"
+    assert released == [left, event]

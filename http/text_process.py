@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from ..engine.errors import MisuseError, Overloaded, RequestError
 from ..engine.text.chat_template import ChatTemplate
 from ..engine.text.tokenization import TextTokenizer
+from .child_process import ChildProcess
 from .failures import Refused
 from .intake import Prompts
 
@@ -35,7 +36,7 @@ class TextProcess:
 
     def __init__(self) -> None:
         self._settings: bytes | None = None
-        self._child: asyncio.subprocess.Process | None = None
+        self._child: ChildProcess | None = None
         self._turn = asyncio.Lock()
         self._num_waiting_bytes = 0
         self.is_starting = False  # `start` has been called, and has not returned
@@ -64,15 +65,13 @@ class TextProcess:
     async def aclose(self) -> None:
         """End the child. Returns in bounded time."""
         child, self._child, self._settings = self._child, None, None
-        if child is None or child.returncode is not None:
+        if child is None:
             return
-        assert child.stdin is not None
-        child.stdin.close()
+        child.writer.close()
         try:
-            await asyncio.wait_for(child.wait(), STOP_S)
+            await child.wait(STOP_S)
         except TimeoutError:
-            child.kill()
-            await child.wait()
+            await child.kill()
 
     async def take_in(self, name: str, raw: bytes) -> tuple[BaseModel, Prompts]:
         """The checked body (its prompt left out) and the prompts' ids.
@@ -108,12 +107,8 @@ class TextProcess:
             raise
 
     async def _spawn(self, settings: bytes) -> None:
-        self._child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"{__package__}.text_worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+        self._child = await ChildProcess.start(
+            [sys.executable, "-m", f"{__package__}.text_worker"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:
@@ -125,25 +120,23 @@ class TextProcess:
 
     async def _kill(self) -> None:
         child, self._child = self._child, None
-        if child is not None and child.returncode is None:
-            child.kill()
-            await child.wait()
+        if child is not None:
+            await child.kill()
 
     async def _send(self, packed: bytes) -> None:
         assert self._child is not None
-        assert self._child.stdin is not None
         try:
-            self._child.stdin.write(len(packed).to_bytes(LENGTH_BYTES, "little"))
-            self._child.stdin.write(packed)
-        except RuntimeError as error:  # uvloop's word for a pipe that it has closed already
+            self._child.writer.write(len(packed).to_bytes(LENGTH_BYTES, "little"))
+            self._child.writer.write(packed)
+        except RuntimeError as error:  # uvloop's word for a socket that it has closed already
             raise BrokenPipeError("the child has closed its input") from error
-        await self._child.stdin.drain()
+        await self._child.writer.drain()
 
     async def _receive(self) -> Any:
         assert self._child is not None
-        assert self._child.stdout is not None
-        length = int.from_bytes(await self._child.stdout.readexactly(LENGTH_BYTES), "little")
-        return pickle.loads(await self._child.stdout.readexactly(length))
+        reader = self._child.reader
+        length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+        return pickle.loads(await reader.readexactly(length))
 
 
 def _packed_settings(tokenizer: TextTokenizer | None, chat_template: ChatTemplate | None) -> bytes:

@@ -30,6 +30,7 @@ from ..engine.loader.demo_model import demo_model_folder
 from ..engine.text.chat_template import ChatTemplate
 from ..engine.text.tokenization import TextTokenizer
 from ..http.app import create_app
+from ..http.child_process import ChildProcess
 from ..http.collector import calm_collector
 from ..http.server import HttpServer
 from ..http.text_process import TextProcess
@@ -105,34 +106,27 @@ def send_blocking(port: int, path: str, num_senders: int) -> dict[str, float]:
 class Senders:
     """`send_blocking` in a process of its own."""
 
-    def __init__(self, child: asyncio.subprocess.Process) -> None:
+    def __init__(self, child: ChildProcess) -> None:
         self._child = child
 
     @classmethod
     async def ready(cls, port: int, path: str, body: bytes, num_senders: int) -> Senders:
         """Started, and waiting for `go`."""
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"{__package__}.bench_intake", "--send", str(port), path, str(num_senders)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(b"%d\n%b" % (len(body), body))
-        await child.stdin.drain()
-        await child.stdout.readline()
+        command = (sys.executable, "-m", f"{__package__}.bench_intake", "--send", str(port), path, str(num_senders))
+        child = await ChildProcess.start(command)
+        child.writer.write(b"%d\n%b" % (len(body), body))
+        await child.writer.drain()
+        await child.reader.readline()
         return cls(child)
 
     def go(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.write(b"\n")
+        self._child.writer.write(b"\n")
 
     async def stop(self) -> dict[str, float]:
         """What was answered, once all of it is."""
-        assert self._child.stdin is not None
-        self._child.stdin.close()  # which says that it is over
-        output, _ = await self._child.communicate()
-        numbers: dict[str, float] = json.loads(output)
+        self._child.writer.write_eof()  # which says that it is over
+        numbers: dict[str, float] = json.loads(await self._child.reader.read())
+        await self._child.kill()
         return numbers
 
 

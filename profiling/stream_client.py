@@ -8,6 +8,7 @@ It runs in a process of its own, all streams at once, each on its own connection
 from __future__ import annotations
 
 import json
+import math
 import re
 import select
 import socket
@@ -90,24 +91,23 @@ def summary(times: Sequence[Sequence[float]], wall_s: float, num_tokens: int) ->
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie; 0 of none."""
+    """The least of them that `share` of them do not exceed; 0 of none."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 async def run_client(port: int, path: str, bodies: Sequence[dict[str, object]], num_tokens: int) -> dict[str, float]:
-    """`read_streams` in a process of its own."""
-    import asyncio
+    """`read_streams` in a process of its own.
 
-    client = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "slipstream.profiling.stream_client",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    asked = json.dumps({"port": port, "path": path, "bodies": bodies, "num_tokens": num_tokens})
-    output, _ = await client.communicate(asked.encode())
+    Not by the loop's own means: uvloop forks, after which each page that this process writes to is copied first, a
+    millisecond in the first answers. `subprocess` shares the memory until the program starts.
+    """
+    import asyncio
+    import subprocess
+
+    asked = json.dumps({"port": port, "path": path, "bodies": bodies, "num_tokens": num_tokens}).encode()
+    command = [sys.executable, "-m", "slipstream.profiling.stream_client"]
+    output = (await asyncio.to_thread(subprocess.run, command, input=asked, stdout=subprocess.PIPE, check=True)).stdout
     numbers: dict[str, Any] = json.loads(output)
     return numbers
 

@@ -81,15 +81,15 @@ class CudaStep:
         graphs = parts.decode_graphs
         self._by_graph = graphs is not None and graphs.can_run(batch)
         self._block_cpu: torch.Tensor | None = None
-        self._staged: StagedStep | None = None
+        self._widths: tuple[int, ...] = ()  # of the block's columns, where no graph reads it
         if graphs is not None and self._by_graph:
             packed = graphs.block_of(batch)
             self._block_cpu = parts.stage(slot, packed) if packed is not None else None
         else:
             if graphs is not None:
                 graphs.forget_block()
-            columns, widths = pack(batch, num_logits=parts.num_logits(len(batch.sample_indices)))
-            self._staged = StagedStep.of(parts.stage(slot, columns), widths)
+            columns, self._widths = pack(batch, num_logits=parts.num_logits(len(batch.sample_indices)))
+            self._block_cpu = parts.stage(slot, columns)
 
     def forward(self) -> None:
         """Take the staged integers to the device and compute the logits."""
@@ -152,10 +152,11 @@ class CudaStep:
 
     def _forward_by_runner(self) -> None:
         parts = self._parts
-        if self._staged is None:
+        if self._block_cpu is None:
             return
         self._extras.start_rows()
-        batch, output = parts.runner.forward(self._batch, self._staged.to(parts.device))
+        staged = StagedStep.of(self._block_cpu.to(parts.device, non_blocking=True), self._widths)
+        batch, output = parts.runner.forward(self._batch, staged)
         self._extras.score_prompts(parts.runner.model, output.states)
         self._extras.pool(parts.runner.model, output.states)
         self._extras.keep_hidden(parts.runner.model, output.states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ import pytest
 
 from slipstream.engine.errors import MisuseError, Overloaded, RequestError
 from slipstream.engine.scripted_worker import Script
+from slipstream.http.child_process import ChildProcess
 from slipstream.http.failures import Refused
 from slipstream.http.intake import INLINE_BYTES
 from slipstream.http.settings import FrontSettings
@@ -199,8 +201,7 @@ async def test_a_child_that_dies_while_it_starts_is_replaced_for_the_next_job(
 async def test_a_child_that_took_its_pipe_with_it_is_replaced_for_the_next_job(text_process: TextProcess) -> None:
     child = text_process._child
     assert child is not None
-    assert child.stdin is not None
-    child.stdin.transport.close()
+    child.writer.transport.close()
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await text_process.take_in("tokenize", b'{"prompt": "the"}')
@@ -243,7 +244,30 @@ async def test_it_ends_with_its_parent(tokenizer: Any) -> None:
     await process.start(tokenizer, None)
     child = process._child
     assert child is not None
-    assert child.stdin is not None
-    child.stdin.close()  # what the parent's death does
-    assert await asyncio.wait_for(child.wait(), 5) == 0
+    child.writer.close()  # what the parent's death does
+    assert await child.wait(5) == 0
     await process.aclose()
+
+
+async def test_its_start_leaves_the_memory_of_the_server_as_it_is() -> None:
+    """After a fork each page that is written to is copied first: the loop pays for that with streams under way."""
+    page_size, num_pages = resource.getpagesize(), 4000
+    memory = bytearray(page_size * num_pages)
+    for at in range(0, len(memory), page_size):
+        memory[at] = 1
+    child = await ChildProcess.start([sys.executable, "-c", "input()"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for at in range(0, len(memory), page_size):
+        memory[at] = 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < num_pages / 4
+    with pytest.raises(TimeoutError):
+        await child.wait(0.05)
+    assert child.returncode is None
+    await child.kill()
+    await child.kill()
+    assert child.returncode == -signal.SIGKILL
+
+
+async def test_a_program_that_is_not_there_is_an_error_and_leaves_no_socket() -> None:
+    with pytest.raises(FileNotFoundError):
+        await ChildProcess.start(["/no/such/program"])

@@ -44,6 +44,7 @@ class Engine:
         self._eos_ids: frozenset[int] = frozenset()  # of the model that was opened
         self.model_name = self.config.model
         self.state = EngineState.NEW
+        self.has_more_coming: Callable[[], bool] = lambda: False  # whether who takes in requests has a burst at hand
         self.marks = MarkSwitch()  # switched on, they record what the loop and its lanes do when
         self._watcher: Callable[[Request], None] | None = None
         self.proves_laws = False  # check every law of ownership after every step: for tests
@@ -118,6 +119,7 @@ class Engine:
             step_timeout_s=self.config.step_timeout_s,
             marks=self.marks,
             after_commit=self._scheduler.check if self.proves_laws else None,
+            has_more_coming=lambda: self.has_more_coming(),
         )
         self._supervisor = asyncio.create_task(self._supervise(self._loop), name="slipstream-engine")
 

@@ -6,7 +6,8 @@
     copy lane      ──────────────────────────────── ids N ───────────────────────────────────────────
 
 When sample N is resolved, everything up to N-1 is committed, so masks and penalties see exact history, while forward N
-still runs. At depth 0 the same code commits N before it plans N+1.
+still runs. At depth 0 the same code commits N before it plans N+1; and so it does while a burst comes in that does not fill
+N+1 yet: one step of many prompts takes the device less time, and the host much less, than several of a few.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class StepLoop:
         step_timeout_s: float = 600.0,
         marks: MarkSwitch | None = None,
         after_commit: Callable[[], None] | None = None,
+        has_more_coming: Callable[[], bool] = lambda: False,
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
         self._overlap = overlap
         self._switch = marks if marks is not None else MarkSwitch()
+        self._has_more_coming = has_more_coming
         self._after_commit = after_commit  # tests prove the laws of ownership here, after every step
         self._wake = asyncio.Event()
         self._closing = False
@@ -98,7 +101,7 @@ class StepLoop:
                 self._deliver(scheduler.expire(self.clock()))
             if pending is not None:
                 self._resolve(pending)
-                if not self._overlap:
+                if not self._overlap or self._gathers():
                     await self._settle(pending)
                     pending = None
             plan = self._plan(pending)
@@ -112,6 +115,10 @@ class StepLoop:
                 launched = None
             await asyncio.sleep(0)  # one real turn of the loop, always: the clients' turn
             pending = launched
+
+    def _gathers(self) -> bool:
+        """Whether a plan can wait for the end of the step in flight: a burst is coming in, and would miss a plan made now."""
+        return self._has_more_coming() and not self._scheduler.can_fill_step
 
     async def _rest(self) -> None:
         """Wait until there may be something to do."""

@@ -100,7 +100,8 @@ def create_app(
     handlers = {HTTPException: no_such_endpoint}
     operations = [each for each in OPERATIONS if admin_key is not None or not each.is_admin]
     app = Starlette(routes=_routes(front, operations), middleware=middleware, exception_handlers=handlers)
-    app.state.turnstile = Turnstile(lambda: front.fan_out.is_behind)  # for our own server
+    turnstile = app.state.turnstile = Turnstile(lambda: front.fan_out.is_behind)  # for our own server
+    engine.has_more_coming = lambda: turnstile.is_crowded
     return app
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from time import perf_counter
 
 AT_ONCE = 3  # requests: reading, checking and submitting one takes 0.3 to 1 ms, and a turn is not to be longer than 3
-PATIENCE = 4  # times what the last few took: after that the next have their turn, whatever waits
+PATIENCE = 2  # times what the last few took: after that the next have their turn, whatever waits
 
 
 class Turnstile:
     """Makes calls at once as long as few come; of many, AT_ONCE in a turn of the loop, in order, and the next when nothing
     waits to be written to the streams that go already. So a burst has the time in which the loop would wait for the
-    device, and at least a fifth of all time where there is none.
+    device, and a third of all time where there is none.
     """
 
     __slots__ = ("_began", "_clock", "_is_busy", "_is_turning", "_num_entered", "_patient_until", "_waiting")
@@ -30,6 +30,11 @@ class Turnstile:
         self._began = 0.0
         self._patient_until = 0.0
         self._is_turning = False
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a burst is coming in, or was a moment ago."""
+        return bool(self._waiting) or self._num_entered == AT_ONCE
 
     def enter(self, call: Callable[[], None]) -> None:
         """Make `call`, now or in a later turn. It must not raise."""

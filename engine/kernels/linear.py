@@ -11,8 +11,6 @@ from .silu_mul import silu_mul
 from .small_gemm import SplitWorkspace, small_gemm
 from .wgmma_tiles import choose_tile
 
-_ROWS_AT_ONCE = 2048
-
 
 def linear(
     x: torch.Tensor,
@@ -64,8 +62,4 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return silu_mul(torch.mm(x, weight.t()))
     from .wgmma_gemm import wgmma_gemm
 
-    out = torch.empty((x.shape[0], features), dtype=x.dtype, device=x.device)
-    # By rows that stay in the L2 while all of W passes.
-    for rows, target in zip(x.split(_ROWS_AT_ONCE), out.split(_ROWS_AT_ONCE), strict=True):
-        wgmma_gemm(rows, weight, tile, out=target, silu_mul=True)
-    return out
+    return wgmma_gemm(x, weight, tile, silu_mul=True)

@@ -29,7 +29,6 @@ _SHARED_BYTES_OF_ALL: Final = 228 << 10
 _BESIDE_RING: Final = 1024 + 256
 """For its alignment and its barriers."""
 _MOST_STAGES: Final = 16
-_LARGE_WEIGHT: Final = 8 << 20
 _SHARED_BYTES_A_CLOCK: Final = 128
 _MEMORY_BYTES_A_CLOCK: Final = 2400
 _CLOCKS_OF_BLOCKS: Final = 1800
@@ -96,22 +95,15 @@ class WgmmaConfig:
         return (64 * self.row_groups + self.block_n) * BLOCK_K * 2
 
 
-_MANY_ROWS: Final = WgmmaConfig(row_groups=2, block_n=224, blocks=2)
-
-
 @cache
 def choose_tile(features: int, width: int, rows: int, *, gated: bool) -> WgmmaConfig | None:
     """The tile with the least modelled time for `[rows, width] @ [features, width].T`, or with `gated` [2 features, width].
 
-    None where no tile serves: no rows, few of the inner side, no multiples of 8, or more rows than few. Many rows are for
-    cuBLAS, but for a gated product of which little is padding: there SiLU·mul, and half the memory's work, come free.
+    None where no tile serves: no rows, few of the inner side, no multiples of 8, or more rows than few, which are for cuBLAS.
     """
-    if not rows or features % 8 or width % 8:
+    if not 0 < rows <= FEW_ROWS or features % 8 or width % 8:
         return None
     weight_rows = 2 * features if gated else features
-    if rows > FEW_ROWS:
-        padded = _ceil_div(rows, _MANY_ROWS.rows) * _MANY_ROWS.rows
-        return _MANY_ROWS if gated and rows >= 0.9 * padded and features * width >= _LARGE_WEIGHT else None
     tiles = _candidates(weight_rows, width, rows, gated=gated)
     return min(tiles, key=lambda tile: clocks(weight_rows, width, tile), default=None)
 

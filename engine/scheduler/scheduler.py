@@ -82,6 +82,7 @@ class Scheduler:
         self.memory = RequestMemory(
             limits, prefix_cache=prefix_cache, eviction_policy=eviction_policy, on_pages_home=on_pages_home
         )
+        self._chunk_tokens = chunked_prefill_size
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._waiting = WaitingQueue(schedule_policy, self.memory.tree, window=policy_window)
@@ -126,6 +127,11 @@ class Scheduler:
         end = Cancelled(usage=request.usage)
         self._end(request, RequestState.CANCELLED, keep=True)
         return end
+
+    @property
+    def can_fill_step(self) -> bool:
+        """Whether there are prompts for a whole step: one that comes later has no place in it."""
+        return self._running.prefilling is not None or self._waiting.num_tokens >= self._chunk_tokens
 
     @property
     def has_deadlines(self) -> bool:

@@ -323,8 +323,10 @@ async def test_a_probe_does_not_wait_behind_a_burst(serving: Any) -> None:
         assert (await probe.answer()).status == 200
         num_submitted = served.engine.stats.num_prompt_tokens // 3 + served.engine.stats.num_waiting
         assert num_submitted < len(clients)
+        assert served.engine.has_more_coming()
         for client in clients:
             assert (await client.answer()).status == 200
+        assert not served.engine.has_more_coming()
 
 
 def test_a_request_arrives_when_its_head_is_there_not_when_its_turn_comes() -> None:

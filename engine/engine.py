@@ -56,7 +56,7 @@ class Engine:
         self._supervisor: asyncio.Task[None] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._death: EngineDead | None = None
-        self._num_aborted = 0
+        self.num_aborted = 0  # requests ended by `abort`
 
     @classmethod
     def on(
@@ -247,11 +247,6 @@ class Engine:
         """Forwards by the runner that computed them, where the worker has several: graph hits, and what missed them."""
         return getattr(self._worker, "num_forwards", {})
 
-    @property
-    def num_aborted(self) -> int:
-        """Requests ended by `abort`."""
-        return self._num_aborted
-
     def watch(self, watcher: Callable[[Request], None] | None) -> None:
         """Show `watcher` each request, the live ones at once, the others as they are submitted; None ends that."""
         self._watcher = watcher
@@ -367,7 +362,7 @@ class Engine:
         self._check_event_loop()
         end = self._scheduler.abort(request)
         if end is not None:
-            self._num_aborted += 1
+            self.num_aborted += 1
             deliver([Update(request, (), "", end)])
             if self._loop is not None:
                 self._loop.wake()

@@ -48,6 +48,7 @@ class StepLoop:
         self._has_more_coming = has_more_coming
         self._after_commit = after_commit  # tests prove the laws of ownership here, after every step
         self._wake = asyncio.Event()
+        self._num_arrived = 0  # when it was last asked whether to wait for more
         self._closing = False
         self._is_paused = False
         self._watch = StepWatch(lambda: self.clock(), timeout_s=step_timeout_s, times=scheduler.step_times)
@@ -97,13 +98,13 @@ class StepLoop:
                 await self._rest()
                 continue
             self.idle.clear()
-            if scheduler.has_deadlines:
-                self._deliver(scheduler.expire(self.clock()))
             if pending is not None:
                 self._resolve(pending)
                 if not self._overlap or self._gathers():
                     await self._settle(pending)
                     pending = None
+            if scheduler.has_deadlines:  # behind the await: whose time is over is not planned
+                self._deliver(scheduler.expire(self.clock()))
             plan = self._plan(pending)
             launched = self._launch(plan) if isinstance(plan, ScheduleBatch) else None
             if pending is not None:
@@ -118,7 +119,8 @@ class StepLoop:
 
     def _gathers(self) -> bool:
         """Whether a plan can wait for the end of the step in flight: a burst is coming in, and would miss a plan made now."""
-        return self._has_more_coming() and not self._scheduler.can_fill_step
+        before, self._num_arrived = self._num_arrived, self._scheduler.num_arrived
+        return self._has_more_coming() and self._num_arrived > before and not self._scheduler.can_fill_step
 
     async def _rest(self) -> None:
         """Wait until there may be something to do."""

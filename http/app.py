@@ -60,7 +60,8 @@ def create_app(
     With `api_key` every path but the probes, /metrics and the page's files wants it as a bearer token; paths that act on other
     clients' requests, or record them with `recorder`, want `admin_key` and do not exist without one.
     `text_process` takes in large bodies once its owner has started it; without one, bodies above 1 MiB are refused.
-    `spans` writes a trace of each request.
+    `spans` writes a trace of each request. One app an engine, and given to `HttpServer` as it is: so the engine knows of
+    bursts while they come in.
     """
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
     names = names or (engine.model_name,)

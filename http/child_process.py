@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,15 +25,21 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> ChildProcess:
-        """Raises: OSError. A child whose start is cancelled finds its socket closed."""
+        """Raises: OSError. A child whose start is cancelled is killed."""
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
+
+        def spawn() -> subprocess.Popen[bytes]:
+            with theirs:  # here: were it closed by who gave up, the child could get a stranger's socket of that number
                 end = theirs.fileno()
-                process = await asyncio.to_thread(lambda: subprocess.Popen(command, stdin=end, stdout=end, env=env))
+                return subprocess.Popen(command, stdin=end, stdout=end, env=env)
+
+        spawned = asyncio.get_running_loop().run_in_executor(None, spawn)
+        try:
+            process = await asyncio.shield(spawned)
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
+            spawned.add_done_callback(_discard)
             raise
         return cls(reader=reader, writer=writer, _process=process)
 
@@ -57,3 +64,10 @@ class ChildProcess:
         self.writer.close()
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
+
+
+def _discard(spawned: asyncio.Future[subprocess.Popen[bytes]]) -> None:
+    """Nobody wants it any more."""
+    if not spawned.cancelled() and spawned.exception() is None:
+        spawned.result().kill()
+        threading.Thread(target=spawned.result().wait, daemon=True).start()  # at most until the kernel has ended it

@@ -61,7 +61,7 @@ class HttpServer:
             ServedConnection,
             head_timeout_s=head_timeout_s,
             write_timeout_s=write_timeout_s,
-            turnstile=getattr(getattr(app, "state", None), "turnstile", None) or Turnstile(),  # ours knows its streams
+            turnstile=_turnstile_of(app),
         )
         self._config = uvicorn.Config(
             app,
@@ -245,6 +245,12 @@ async def serve(
                 await engine.aclose()
             if text_process is not None:
                 await text_process.aclose()
+
+
+def _turnstile_of(app: ASGIApp) -> Turnstile:
+    """That of an app of ours, which knows its streams and its engine; behind another app it is not seen."""
+    found = getattr(getattr(app, "state", None), "turnstile", None)
+    return found if isinstance(found, Turnstile) else Turnstile()
 
 
 async def _start(engine: Engine, text_process: TextProcess | None) -> None:

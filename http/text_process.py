@@ -39,6 +39,7 @@ class TextProcess:
         self._child: ChildProcess | None = None
         self._turn = asyncio.Lock()
         self._num_waiting_bytes = 0
+        self._is_closed = False
         self.is_starting = False  # `start` has been called, and has not returned
         self.num_jobs = 0
         self.num_deaths = 0
@@ -64,6 +65,7 @@ class TextProcess:
 
     async def aclose(self) -> None:
         """End the child. Returns in bounded time."""
+        self._is_closed = True
         child, self._child, self._settings = self._child, None, None
         if child is None:
             return
@@ -98,8 +100,9 @@ class TextProcess:
             await self._send(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
             return await self._receive()
         except (OSError, EOFError, asyncio.IncompleteReadError) as error:
-            self.num_deaths += 1
-            log.error("the text process died; the next large request starts another")
+            if not self._is_closed:
+                self.num_deaths += 1
+                log.error("the text process died; the next large request starts another")
             await self._kill()
             raise Overloaded("the process for large requests was lost; try again") from error
         except BaseException:
@@ -112,11 +115,16 @@ class TextProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:
+            if self._is_closed:
+                raise MisuseError("the text process was closed while it started")
             await self._send(settings)
             await self._receive()
         except (OSError, EOFError, asyncio.IncompleteReadError) as error:
             await self._kill()
             raise Overloaded("the process for large requests does not start; the server's log has its words") from error
+        except BaseException:
+            await self._kill()  # its first answer would be taken for a job's
+            raise
 
     async def _kill(self) -> None:
         child, self._child = self._child, None

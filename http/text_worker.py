@@ -91,7 +91,7 @@ def main() -> None:
             while True:
                 name, raw = _read(source)
                 _write(sink, runner.run(answer(texts, name, raw)))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         return
 
 

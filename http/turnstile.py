@@ -57,7 +57,7 @@ class Turnstile:
 
     def _turn_over(self) -> None:
         self._is_turning = False
-        if self._num_entered < AT_ONCE:
+        if self._num_entered < AT_ONCE and not self._waiting:
             self._num_entered = 0
             return
         now = self._clock()

@@ -41,6 +41,9 @@ PAGE_SIZE = 16
 NUM_ROWS = 256
 MIXED = (1024, 900)
 
+Block = tuple[torch.Tensor, tuple[int, ...]]
+"""A step's integers in pinned memory, and the widths of its columns."""
+
 
 class PrefillBench:
     """A model with dummy weights, a pool for a few long rows, and runners over them."""
@@ -121,7 +124,7 @@ class PrefillBench:
         made = triton if extend == "triton" else make_backend(extend, self.spec, field="prefill_attention")
         return PrefillAttention(decode=triton, extend=made, short=triton if has_short else None)
 
-    def stage(self, prompts: Sequence[int], num_decode: int = 0) -> tuple[ScheduleBatch, StagedStep]:
+    def stage(self, prompts: Sequence[int], num_decode: int = 0) -> tuple[ScheduleBatch, Block]:
         """A step of `num_decode` rows of 100 tokens and of new prompts, staged in pinned memory."""
         num_rows = num_decode + len(prompts)
         batch = ScheduleBatch(
@@ -139,25 +142,25 @@ class PrefillBench:
         )
         columns, widths = pack(batch)
         pinned = torch.frombuffer(columns, dtype=torch.int32).pin_memory()
-        return batch, StagedStep.of(pinned, widths)
+        return batch, (pinned, widths)
 
-    def step(self, runner: Runner, batch: ScheduleBatch, staged: StagedStep) -> torch.Tensor:
+    def step(self, runner: Runner, batch: ScheduleBatch, block: Block) -> torch.Tensor:
         """One step as the worker does it, with a greedy sample."""
-        forward_batch = ForwardBatch.init_new(
-            batch, staged.to(self.device), self.rows, page_size=PAGE_SIZE, tokens=self.tokens
-        )
+        pinned, widths = block
+        staged = StagedStep.of(pinned.to(self.device, non_blocking=True), widths)
+        forward_batch = ForwardBatch.init_new(batch, staged, self.rows, page_size=PAGE_SIZE, tokens=self.tokens)
         if not runner.can_run(forward_batch):
             raise ValueError(f"no graph for {batch.num_tokens} tokens")
         return runner.execute(forward_batch).logits.argmax(-1)
 
     def measure(self, runner: Runner, prompts: Sequence[int], num_decode: int = 0) -> tuple[float, float]:
         """Median wall and host milliseconds of a step."""
-        batch, staged = self.stage(prompts, num_decode)
+        batch, block = self.stage(prompts, num_decode)
         walls, hosts = [], []
         for turn in range(9):
             torch.cuda.synchronize()
             started = time.perf_counter()
-            self.step(runner, batch, staged)
+            self.step(runner, batch, block)
             launched = time.perf_counter()
             torch.cuda.synchronize()
             if turn >= 2:
@@ -200,14 +203,14 @@ def report(folder: Path, *, tokens: Sequence[int], kernels: Sequence[int]) -> di
         results[f"100 decode rows and {len(MIXED)} prompts, {kind}"] = {"wall_ms": wall, "host_ms": host}
         print(f"  100 decode rows and {MIXED}  {kind:22} wall {wall:8.3f} ms  host {host:7.3f} ms", flush=True)
     for num_tokens in kernels:
-        batch, staged = bench.stage([num_tokens])
+        batch, block = bench.stage([num_tokens])
         for kind, runner in runners.items():
-            kernel_table(partial(_drained, bench, runner, batch, staged), f"  {num_tokens}: {kind}")
+            kernel_table(partial(_drained, bench, runner, batch, block), f"  {num_tokens}: {kind}")
     return results
 
 
-def _drained(bench: PrefillBench, runner: Runner, batch: ScheduleBatch, staged: StagedStep) -> None:
-    bench.step(runner, batch, staged)
+def _drained(bench: PrefillBench, runner: Runner, batch: ScheduleBatch, block: Block) -> None:
+    bench.step(runner, batch, block)
     torch.cuda.synchronize()
 
 

@@ -18,7 +18,7 @@ from .wake import Completion, EventWaiter, LoopWaiter, ThreadWaiter
 
 T = TypeVar("T")
 
-_CORES_TO_SPIN = 4
+_CORES_TO_ASK = 4
 
 
 class EventPool:
@@ -90,7 +90,7 @@ def default_waiter(name: str) -> EventWaiter:
     """The loop itself asks while a ticket is out; where that would take a core from somebody, a thread sleeps until the end
     of the step and wakes the loop, which learns of it later: a sleeping core wakes the later the longer it slept.
     """
-    return ThreadWaiter(name) if usable_cores() < _CORES_TO_SPIN else LoopWaiter(name)
+    return ThreadWaiter(name) if usable_cores() < _CORES_TO_ASK else LoopWaiter(name)
 
 
 class CudaLane:

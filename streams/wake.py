@@ -95,7 +95,9 @@ class EventWaiter(Protocol):
         ...
 
     def ask(self, completion: Completion) -> None:
-        """Finish it if its event has passed; otherwise somebody is about to wait for it. On the loop's thread; never waits."""
+        """Finish it if its event has passed; otherwise somebody is about to wait for it. On the loop's thread; never waits.
+        A completion that nobody asks for may stay unfinished until somebody asks for one behind it.
+        """
         ...
 
     def close(self) -> None:
@@ -146,7 +148,7 @@ class ThreadWaiter:
 
 class LoopWaiter:
     """Nobody sleeps: from the first await on the loop asks in each of its turns, and takes one after the other without a pause
-    until nothing is out any more.
+    until nothing is out any more, or, once it is closed, a hundred times a second.
 
     That is a core, as with a thread that spins; but the loop sees the event in its next turn, however busy it is, and is
     awake when it does: no thread has to be given the GIL first, and none has to wake another.
@@ -169,25 +171,32 @@ class LoopWaiter:
 
     def ask(self, completion: Completion) -> None:
         completion.poll()
+        self._let_go()
         running = asyncio.get_running_loop()
         if not completion.finished and self._loop is not running:
-            self._loop = running
-            running.call_soon(self._look, running)
+            self._look_again(running)
 
     def close(self) -> None:
         self._closed = True  # what is still out may be a step that hangs: from now on a look now and then does
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = None  # first: whatever a completion raises, the next await looks again
         watched = self._watched
         while watched:
-            completion = watched[0]
-            completion.poll()
-            if not completion.finished:
-                if self._closed:
-                    loop.call_later(LOOK_EVERY_S, self._look, loop)
-                else:
-                    loop.call_soon(self._look, loop)
+            watched[0].poll()
+            if not watched[0].finished:
+                self._look_again(loop)
                 return
-            watched.popleft()
-            completion.release()
-        self._loop = None
+            self._let_go()
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        if self._closed:
+            loop.call_later(LOOK_EVERY_S, self._look, loop)
+        else:
+            loop.call_soon(self._look, loop)
+
+    def _let_go(self) -> None:
+        """Give back the events of those in front that are finished, also where no await had to wait for one."""
+        while self._watched and self._watched[0].finished:
+            self._watched.popleft().release()

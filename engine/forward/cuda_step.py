@@ -152,8 +152,7 @@ class CudaStep:
 
     def _forward_by_runner(self) -> None:
         parts = self._parts
-        if self._block_cpu is None:
-            return
+        assert self._block_cpu is not None
         self._extras.start_rows()
         staged = StagedStep.of(self._block_cpu.to(parts.device, non_blocking=True), self._widths)
         batch, output = parts.runner.forward(self._batch, staged)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedStep:
-    """The columns of a step: views of `block`, on the host or on the device.
+    """The columns of a step: views of one block, on the host or on the device.
 
     Shapes, int32 unless said: rows, num_prior, num_new, seq_lens [B]; query_start_loc [B + 1]; sample_rows,
     sample_lens [S]; logits_indices [S or more]; extend_ids [E]; table_rows, table_columns, table_pages [N]; start_rows,
@@ -24,8 +24,6 @@ class StagedStep:
     that of the step's staging slot, on the device that of the step.
     """
 
-    block: torch.Tensor
-    widths: tuple[int, ...]
     num_starts: int
     num_table_writes: int
     rows: torch.Tensor
@@ -55,8 +53,6 @@ class StagedStep:
             table_rows, table_columns, table_pages, start_rows, start_top_k, temperature, top_p, min_p,
         ) = block.split_with_sizes(widths)  # fmt: skip
         return cls(
-            block=block,
-            widths=widths,
             num_starts=start_rows.shape[0],
             num_table_writes=table_rows.shape[0],
             rows=rows,
@@ -78,14 +74,6 @@ class StagedStep:
             start_min_p=min_p.view(torch.float32),
             start_seed=seed.view(torch.int64),
         )
-
-    def to(self, device: torch.device) -> StagedStep:
-        """The same on `device`, by one asynchronous copy on the current stream; itself on the CPU, where the slot is
-        read in place.
-        """
-        if device.type == "cpu":
-            return self
-        return StagedStep.of(self.block.to(device, non_blocking=True), self.widths)
 
 
 def pack(batch: ScheduleBatch, *, num_logits: int = 0) -> tuple[bytearray, tuple[int, ...]]:

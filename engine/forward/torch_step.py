@@ -58,13 +58,13 @@ class TorchStep:
         self._dead: frozenset[int] = frozenset()
 
     def forward(self) -> None:
-        """Take the staged integers to the device, write the row state, compute."""
+        """Write the row state and compute. The staged integers are read in place."""
         inputs, self._inputs = self._inputs, None
 
         def run() -> None:
             self._extras.start_rows()
             if inputs is not None:
-                self._forward = self._parts.runner.forward(self._batch, inputs.to(self._parts.device))
+                self._forward = self._parts.runner.forward(self._batch, inputs)
                 self._extras.score_prompts(self._parts.runner.model, self._forward[1].states)
                 self._extras.pool(self._parts.runner.model, self._forward[1].states)
                 self._extras.keep_hidden(self._parts.runner.model, self._forward[1].states)

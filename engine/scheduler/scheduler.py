@@ -82,7 +82,7 @@ class Scheduler:
         self.memory = RequestMemory(
             limits, prefix_cache=prefix_cache, eviction_policy=eviction_policy, on_pages_home=on_pages_home
         )
-        self._chunk_tokens = chunked_prefill_size
+        self._step_tokens = min(chunked_prefill_size, max_prefill_tokens)
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._waiting = WaitingQueue(schedule_policy, self.memory.tree, window=policy_window)
@@ -130,8 +130,14 @@ class Scheduler:
 
     @property
     def can_fill_step(self) -> bool:
-        """Whether there are prompts for a whole step: one that comes later has no place in it."""
-        return self._running.prefilling is not None or self._waiting.num_tokens >= self._chunk_tokens
+        """Whether the next step is full, as far as can be told: a prompt that comes later would have no place in it."""
+        is_full = self._running.prefilling is not None or not self.memory.rows.num_free
+        return is_full or self._waiting.num_tokens >= self._step_tokens
+
+    @property
+    def num_arrived(self) -> int:
+        """Requests since the start."""
+        return self._num_arrived
 
     @property
     def has_deadlines(self) -> bool:

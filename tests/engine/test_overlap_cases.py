@@ -298,3 +298,49 @@ async def test_while_a_burst_comes_in_a_step_is_planned_when_the_one_before_is_o
         await engine.drain(15)
         assert [batch.num_rows for batch in script.launched][: len(rows)] == rows
         assert [tuple(sink.token_ids) for sink in sinks] == expected
+
+
+async def test_a_crowd_that_submits_nothing_costs_no_overlap(scripted, recorder, turns) -> None:
+    script = Script(records=True, late_turns=lambda step: 20 if step == 4 else 0)
+    async with scripted(script) as engine:
+        engine.has_more_coming = lambda: True
+        engine.submit([1, 2], SamplingParams(max_tokens=9, seed=1), recorder())
+        while len(script.launched) < 5:
+            await turns(1)
+        await turns(5)
+        assert len(script.launched) == 6, "step 4 is still out"
+        await engine.drain(15)
+
+
+async def test_a_full_house_is_not_kept_waiting_for_more(scripted, recorder, turns) -> None:
+    script = Script(records=True, late_turns=lambda step: 20 if step == 4 else 0)
+    async with scripted(script, num_rows=1) as engine:
+        engine.has_more_coming = lambda: True
+        for _ in range(2):
+            engine.submit([1, 2], SamplingParams(max_tokens=9, seed=1), recorder())
+        while len(script.launched) < 5:
+            await turns(1)
+            engine.submit([1, 2], SamplingParams(max_tokens=1), recorder())
+        await turns(5)
+        assert len(script.launched) == 6, "step 4 is still out"
+        await engine.drain(15)
+
+
+@pytest.mark.parametrize("is_coming", [False, True])
+async def test_a_deadline_that_passes_while_a_plan_waits_is_kept(scripted, recorder, turns, is_coming: bool) -> None:
+    async with scripted(Script(late_turns=lambda step: 20), chunked_prefill_size=64) as engine:
+        now = 0.0
+        engine._loop.clock = lambda: now
+        first, late = recorder(), recorder()
+        engine.submit([1, 2], SamplingParams(max_tokens=8, seed=1), first)
+        while not engine.stats.num_steps:
+            await turns(1)
+        engine.has_more_coming = lambda: is_coming
+        engine.submit([5], SamplingParams(max_tokens=1), recorder())  # somebody of the burst
+        await turns(10 if is_coming else 30)
+        engine.submit([3] * 8, SamplingParams(max_tokens=8, seed=1), late, deadline_s=1)
+        now = 2.0
+        await engine.drain(15)
+        assert isinstance(late.ends[0], Failed)
+        assert not late.token_ids
+        assert len(first.token_ids) == 8

@@ -7,7 +7,10 @@ import json
 import os
 import resource
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -219,6 +222,33 @@ async def test_a_job_that_is_cancelled_leaves_no_answer_behind(text_process: Tex
     assert len(prompts[0]) <= 3
 
 
+async def test_a_job_that_is_cancelled_while_a_child_starts_leaves_no_answer_behind(text_process: TextProcess) -> None:
+    """Else each job after it would be given the answer of the one before: one client's prompt to another."""
+    raw = b'{"prompt": "the"}'
+    expected = await text_process.take_in("tokenize", raw)
+    for pause_s in (0.0, 0.01, 0.05, 0.2):
+        assert text_process._child is not None
+        os.kill(text_process._child.pid, signal.SIGKILL)
+        with pytest.raises(Overloaded):
+            await text_process.take_in("tokenize", raw)
+        job = asyncio.create_task(text_process.take_in("tokenize", raw), name="job")
+        await asyncio.sleep(pause_s)
+        job.cancel()
+        await asyncio.wait([job])
+        assert await text_process.take_in("tokenize", raw) == expected
+        with pytest.raises(RequestError, match="nope"):
+            await text_process.take_in("tokenize", b'{"nope": 1}')
+
+
+async def test_it_is_closed_while_a_job_is_under_way(text_process: TextProcess) -> None:
+    job = asyncio.create_task(text_process.take_in("completions", json.dumps({"prompt": WORDS}).encode()), name="job")
+    await asyncio.sleep(0.001)
+    await text_process.aclose()
+    with pytest.raises((Overloaded, MisuseError)):
+        await job
+    assert text_process.num_deaths == 0
+
+
 async def test_too_much_waiting_is_refused_and_a_closed_process_takes_nothing(
     text_process: TextProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,3 +301,37 @@ async def test_its_start_leaves_the_memory_of_the_server_as_it_is() -> None:
 async def test_a_program_that_is_not_there_is_an_error_and_leaves_no_socket() -> None:
     with pytest.raises(FileNotFoundError):
         await ChildProcess.start(["/no/such/program"])
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.005, 0.05])
+async def test_a_start_that_is_cancelled_leaves_no_process_and_its_socket_to_nobody_else(
+    pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen, end = subprocess.Popen, socket.socketpair
+    ends: list[socket.socket] = []
+
+    def slow(command: Any, *, stdin: int, **options: Any) -> subprocess.Popen[bytes]:
+        time.sleep(0.02)
+        assert os.fstat(stdin).st_ino == os.fstat(ends[1].fileno()).st_ino, "it is still the child's own"
+        started.append(popen(command, stdin=stdin, **options))
+        return started[-1]
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        ends.extend(end())
+        return ends[0], ends[1]
+
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    monkeypatch.setattr(socket, "socketpair", pair)
+    task = asyncio.create_task(ChildProcess.start(["/bin/sleep", "60"]), name="start")
+    await asyncio.sleep(pause_s)
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        await task.result().kill()
+    monkeypatch.undo()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not (pause_s == 0.0 or (started and started[0].poll() is not None)):
+        await asyncio.sleep(0.01)
+    assert all(process.poll() is not None for process in started)
+    assert pause_s == 0.0 or started

@@ -161,6 +161,38 @@ async def test_the_loop_asks_in_each_turn_and_stops_when_nothing_is_out() -> Non
     waiter.close()
 
 
+async def test_events_that_had_passed_before_their_await_are_given_back_at_once() -> None:
+    waiter, released = LoopWaiter("copy"), list[FakeEvent]()
+    for _ in range(3):
+        event = FakeEvent()
+        event.passed.set()
+        assert await watched(waiter, event, released) == "read"
+        assert released.pop() is event
+    waiter.close()
+
+
+async def test_a_completion_that_raises_leaves_the_next_await_its_looks() -> None:
+    waiter, released = LoopWaiter("copy"), list[FakeEvent]()
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    bad, event = FakeEvent(), FakeEvent()
+
+    def refuse() -> None:
+        raise RuntimeError("a bug")
+
+    completion = Completion(bad, finish=lambda: None, fail=lambda error: None, release=refuse)
+    waiter.watch(completion)
+    waiter.ask(completion)
+    bad.passed.set()
+    await turns(3)
+    assert len(reported) == 1
+    reader = asyncio.ensure_future(watched(waiter, event, released))
+    await turns(3)
+    event.passed.set()
+    assert await asyncio.wait_for(reader, 5) == "read"
+    waiter.close()
+
+
 async def test_what_a_thread_without_a_loop_hands_out_is_seen_as_well() -> None:
     waiter, released, event = LoopWaiter("copy"), list[FakeEvent](), FakeEvent()
     ticket = await asyncio.to_thread(watched, waiter, event, released)

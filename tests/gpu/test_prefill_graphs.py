@@ -115,8 +115,9 @@ class Bench:
             starts=(),
         )
         columns, widths = pack(schedule)
-        staged = StagedStep.of(torch.frombuffer(columns, dtype=torch.int32).pin_memory(), widths)
-        return ForwardBatch.init_new(schedule, staged.to(CUDA), self.rows, page_size=PAGE_SIZE, tokens=self.tokens)
+        pinned = torch.frombuffer(columns, dtype=torch.int32).pin_memory()
+        staged = StagedStep.of(pinned.to(CUDA, non_blocking=True), widths)
+        return ForwardBatch.init_new(schedule, staged, self.rows, page_size=PAGE_SIZE, tokens=self.tokens)
 
     @torch.inference_mode()
     def run(self, step):

@@ -7,6 +7,7 @@ It runs in a process of its own, all streams at once, each on its own connection
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -23,6 +24,7 @@ IDS = re.compile(rb'"output_ids":\[([^\]]*)\]')
 
 def read_streams(port: int, path: str, bodies: Sequence[dict[str, object]], num_tokens: int) -> dict[str, float]:
     """Send every body at once and read until all streams, of `num_tokens` each, have ended; the numbers of `summary`."""
+    gc.disable()  # a pause of this process would be taken for one of the server's
     poll = select.epoll()
     socks: dict[int, socket.socket] = {}
     requests: dict[int, bytes] = {}

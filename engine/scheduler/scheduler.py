@@ -131,8 +131,11 @@ class Scheduler:
     @property
     def can_fill_step(self) -> bool:
         """Whether the next step is full, as far as can be told: a prompt that comes later would have no place in it."""
-        is_full = self._running.prefilling is not None or not self.memory.rows.num_free
-        return is_full or self._waiting.num_tokens >= self._step_tokens
+        if not self.memory.rows.num_free:
+            return True
+        cut = self._running.prefilling
+        num_left = 0 if cut is None else len(cut.ids) - cut.num_planned
+        return num_left + self._waiting.num_tokens >= self._step_tokens
 
     @property
     def num_arrived(self) -> int:

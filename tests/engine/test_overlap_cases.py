@@ -271,27 +271,34 @@ async def test_queues_beyond_their_limits_are_refused_with_a_typed_error(scripte
 
 
 @pytest.mark.parametrize(
-    ("is_coming", "prompt_tokens", "rows"),
-    [(False, 2, [1, 1, 2]), (True, 2, [1, 2]), (True, 8, [1, 2])],
-    ids=["nobody more", "a burst", "a burst that fills a step"],
+    ("is_coming", "first_tokens", "prompt_tokens", "rows"),
+    [
+        (False, 2, 2, [1, 1, 2]),
+        (True, 2, 2, [1, 2]),
+        (True, 2, 8, [1, 2]),
+        (True, 11, 2, [1, 2]),
+        (True, 16, 2, [1, 1, 2]),
+    ],
+    ids=["nobody more", "a burst", "a burst that fills a step", "behind the end of a long prompt", "in a long prompt"],
 )
 async def test_while_a_burst_comes_in_a_step_is_planned_when_the_one_before_is_over(
-    scripted, recorder, turns, is_coming: bool, prompt_tokens: int, rows: list[int]
+    scripted, recorder, turns, is_coming: bool, first_tokens: int, prompt_tokens: int, rows: list[int]
 ) -> None:
     """Or as soon as there is enough for it: who comes later could not join it anyway."""
     script = Script(records=True, late_turns=lambda step: 0 if step else 20)
     params = SamplingParams(max_tokens=5, seed=1)
     async with scripted(chunked_prefill_size=8) as quiet:
-        expected = [(await quiet.complete(prompt, params)).token_ids for prompt in ([1, 2], [3] * prompt_tokens)]
+        prompts = [1] * first_tokens, [3] * prompt_tokens
+        expected = [(await quiet.complete(prompt, params)).token_ids for prompt in prompts]
     async with scripted(script, chunked_prefill_size=8) as engine:
         engine.has_more_coming = lambda: is_coming
         sinks = [recorder(), recorder()]
-        engine.submit([1, 2], params, sinks[0])
+        engine.submit(prompts[0], params, sinks[0])
         while not script.launched:
             await turns(1)
         if prompt_tokens < 8:
             await turns(5)
-        engine.submit([3] * prompt_tokens, params, sinks[1])
+        engine.submit(prompts[1], params, sinks[1])
         await turns(5)
         if prompt_tokens == 8:
             assert len(script.launched) == 2, "step 0 is still out"

@@ -158,6 +158,13 @@ class ServedConnection(HttpToolsProtocol):
         self.has_timed_out = isinstance(exc, TimeoutError)
         self._head_came()
         super().connection_lost(exc)
+        answering = self._answering
+        if (
+            answering is not None and answering is not self.cycle
+        ):  # which the protocol above tells only the last it has read
+            answering.disconnected = True
+            answering.message_event.set()
+            cast("dict[str, Any]", answering.scope).pop("extensions", None)
         watchers, self._watchers = self._watchers or [], None
         for on_hang_up in watchers:
             on_hang_up()

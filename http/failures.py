@@ -16,6 +16,7 @@ from starlette.responses import Response
 from ..engine.errors import ConfigError, EngineDead, Overloaded, RequestError, StepFailed
 
 log = logging.getLogger("slipstream.http")
+CLIENT_GONE = 499  # for the log; nobody reads it
 
 
 class Refused(Exception):

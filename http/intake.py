@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from ..engine.errors import Overloaded
 from ..engine.text.chat_template import ChatTemplate
 from ..engine.text.tokenization import TextTokenizer
+from .disconnect import watching
 from .endpoint import Call
 from .front import Front
 from .request_body import checked, parsed, read_body
+
+if TYPE_CHECKING:
+    from .text_process import TextProcess
 
 Body = TypeVar("Body", bound=BaseModel)
 Prompts = list[Sequence[int]]
@@ -61,7 +66,7 @@ async def take_in(front: Front, call: Call, intake: Intake[Body]) -> tuple[Body,
             raise Overloaded("large requests are not taken in yet; try again")  # it starts behind the engine
         process = None
     if process is not None and len(raw) > INLINE_BYTES:
-        made, prompts = await process.take_in(intake.name, raw)
+        made, prompts = await _beside(process, call, intake.name, raw)
         if not isinstance(made, intake.body):
             raise TypeError(f"the text process made a {type(made).__name__} for {intake.name}")
 
@@ -71,3 +76,14 @@ async def take_in(front: Front, call: Call, intake: Intake[Body]) -> tuple[Body,
         return made, ready
     body = intake.check(raw)
     return body, lambda: intake.encode(front.engine, body)
+
+
+async def _beside(process: TextProcess, call: Call, name: str, raw: bytes) -> tuple[BaseModel, Prompts]:
+    """By the text process, unless the client hangs up before its turn comes."""
+    gone = asyncio.Event()
+    async with watching(call.request.scope, call.request.receive, gone.set):
+        job = process.take_in(name, raw, is_wanted=lambda: not gone.is_set())
+        (made,) = await asyncio.gather(job, return_exceptions=True)  # raised below: what watches may group what it sees
+    if isinstance(made, BaseException):
+        raise made
+    return made

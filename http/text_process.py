@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,13 +21,14 @@ from ..engine.errors import MisuseError, Overloaded, RequestError
 from ..engine.text.chat_template import ChatTemplate
 from ..engine.text.tokenization import TextTokenizer
 from .child_process import ChildProcess
-from .failures import Refused
+from .failures import CLIENT_GONE, Refused
 from .intake import Prompts
 
 log = logging.getLogger("slipstream.http")
 MAX_WAITING_BYTES = 256 << 20
 LENGTH_BYTES = 8
 STOP_S = 2.0
+JOB_TIMEOUT_S = 60.0  # a hundred times what three megabytes take; and a start, on a machine that is busy
 
 
 class TextProcess:
@@ -75,16 +77,21 @@ class TextProcess:
         except TimeoutError:
             await child.kill()
 
-    async def take_in(self, name: str, raw: bytes) -> tuple[BaseModel, Prompts]:
-        """The checked body (its prompt left out) and the prompts' ids.
+    async def take_in(
+        self, name: str, raw: bytes, *, is_wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[BaseModel, Prompts]:
+        """The checked body (its prompt left out) and the prompts' ids. `is_wanted` is asked when the turn has come: whoever
+        has gone by then holds up nobody.
 
-        Raises: RequestError, Refused; Overloaded if too much is waiting or the child was lost.
+        Raises: RequestError, Refused; Overloaded if too much is waiting, or if the child was lost or takes too long.
         """
         if self._num_waiting_bytes + len(raw) > MAX_WAITING_BYTES:
             raise Overloaded("too many large requests are waiting; try again later")
         self._num_waiting_bytes += len(raw)
         try:
             async with self._turn:
+                if not is_wanted():
+                    raise Refused(CLIENT_GONE, "the client has gone", code="client_gone")
                 answer = await self._exchange((name, raw))
         finally:
             self._num_waiting_bytes -= len(raw)
@@ -94,20 +101,27 @@ class TextProcess:
     async def _exchange(self, job: tuple[str, bytes]) -> Any:
         if self._settings is None:
             raise MisuseError("the text process has not been started, or is closed")
+        if self._child is not None and self._child.returncode is not None:
+            self._mourn()  # it died with nothing to do: nobody needs to hear of it
+            await self._kill()
         if self._child is None:
             await self._spawn(self._settings)
         try:
-            await self._send(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
-            return await self._receive()
-        except (OSError, EOFError, asyncio.IncompleteReadError) as error:
+            async with asyncio.timeout(JOB_TIMEOUT_S):
+                await self._send(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
+                return await self._receive()
+        except (OSError, EOFError, asyncio.IncompleteReadError) as error:  # a timeout is an OSError
             if not self._is_closed:
-                self.num_deaths += 1
-                log.error("the text process died; the next large request starts another")
+                self._mourn()
             await self._kill()
             raise Overloaded("the process for large requests was lost; try again") from error
         except BaseException:
             await self._kill()  # its answer would be taken for the next job's
             raise
+
+    def _mourn(self) -> None:
+        self.num_deaths += 1
+        log.error("the text process died or hung; the next large request has another")
 
     async def _spawn(self, settings: bytes) -> None:
         self._child = await ChildProcess.start(
@@ -117,8 +131,9 @@ class TextProcess:
         try:
             if self._is_closed:
                 raise MisuseError("the text process was closed while it started")
-            await self._send(settings)
-            await self._receive()
+            async with asyncio.timeout(JOB_TIMEOUT_S):
+                await self._send(settings)
+                await self._receive()
         except (OSError, EOFError, asyncio.IncompleteReadError) as error:
             await self._kill()
             raise Overloaded("the process for large requests does not start; the server's log has its words") from error

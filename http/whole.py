@@ -12,11 +12,10 @@ from starlette.responses import Response
 from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs
 from .course import Course
 from .disconnect import watching
+from .failures import CLIENT_GONE
 from .frames import Collected, WholeShape
 from .front import Front
 from .submission import Job, Submission, count_end, error_of, total_usage
-
-CLIENT_GONE = 499  # for the log; nobody reads it
 
 
 class Collector:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from typing import Any
 
 import pytest
@@ -50,6 +52,26 @@ async def test_an_answer_that_is_not_streamed_is_aborted_as_well(serving: Any, w
         getattr(client, way)()
         await aborted(served)
         assert served.engine.stats.num_output_tokens < 100
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_has_asked_for_more_goes_as_quietly_as_others(
+    serving: Any, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """Behind the request that is answered stands another one, which the protocol takes for the current one."""
+    async with serving(SLOW) as served:
+        client = await served.connect()
+        payload = json.dumps({**LONG, "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: %d\r\n\r\n" % len(payload)
+        with caplog.at_level(logging.INFO):
+            await client.send_raw(head + payload + b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n")
+            await running(served)
+            client.reset()
+            await aborted(served)
+            await served.server.responses_written(5)
+        lines = [record.getMessage() for record in caplog.records if record.name == "slipstream.http"]
+        assert [record.name for record in caplog.records if record.levelno >= logging.WARNING] == []
+        assert len([line for line in lines if "path=/v1/completions" in line]) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])

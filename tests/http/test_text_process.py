@@ -229,8 +229,7 @@ async def test_a_job_that_is_cancelled_while_a_child_starts_leaves_no_answer_beh
     for pause_s in (0.0, 0.01, 0.05, 0.2):
         assert text_process._child is not None
         os.kill(text_process._child.pid, signal.SIGKILL)
-        with pytest.raises(Overloaded):
-            await text_process.take_in("tokenize", raw)
+        await text_process._child.wait(5)
         job = asyncio.create_task(text_process.take_in("tokenize", raw), name="job")
         await asyncio.sleep(pause_s)
         job.cancel()
@@ -238,6 +237,48 @@ async def test_a_job_that_is_cancelled_while_a_child_starts_leaves_no_answer_beh
         assert await text_process.take_in("tokenize", raw) == expected
         with pytest.raises(RequestError, match="nope"):
             await text_process.take_in("tokenize", b'{"nope": 1}')
+
+
+async def test_a_child_that_died_with_nothing_to_do_is_replaced_unnoticed(text_process: TextProcess) -> None:
+    child = text_process._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGKILL)
+    await child.wait(5)
+    _, prompts = await text_process.take_in("tokenize", b'{"prompt": "the"}')
+    assert prompts
+    assert text_process.num_deaths == 1
+
+
+async def test_a_child_that_hangs_is_replaced(text_process: TextProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = text_process._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream.http.text_process.JOB_TIMEOUT_S", 0.2)
+        with pytest.raises(Overloaded, match="lost"):
+            await text_process.take_in("tokenize", b'{"prompt": "the"}')
+    assert child.returncode == -signal.SIGKILL
+    _, prompts = await text_process.take_in("tokenize", b'{"prompt": "the"}')
+    assert prompts
+
+
+async def test_large_requests_whose_clients_have_gone_hold_up_nobody(serving: Any, text_process: TextProcess) -> None:
+    body = {"prompt": WORDS}
+    async with serving(text_process=text_process) as served:
+        child = text_process._child
+        assert child is not None
+        os.kill(child.pid, signal.SIGSTOP)
+        clients = [await served.connect() for _ in range(5)]
+        for client in clients:
+            await client.send("POST", "/tokenize", body)
+        while text_process._num_waiting_bytes < 5 * len(json.dumps(body)):
+            await asyncio.sleep(0.005)
+        for client in clients:
+            client.reset()
+        await asyncio.sleep(0.05)
+        os.kill(child.pid, signal.SIGCONT)
+        assert (await served.post("/tokenize", body)).status == 200
+        assert text_process.num_jobs == 2, "the one that was under way, and the one that is wanted"
 
 
 async def test_it_is_closed_while_a_job_is_under_way(text_process: TextProcess) -> None:

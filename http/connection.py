@@ -158,18 +158,18 @@ class ServedConnection(HttpToolsProtocol):
         self.has_timed_out = isinstance(exc, TimeoutError)
         self._head_came()
         super().connection_lost(exc)
-        answering = self._answering
-        if (
-            answering is not None and answering is not self.cycle
-        ):  # which the protocol above tells only the last it has read
+        answering, scopes = self._answering, [self.scope]
+        if answering is not None and answering is not self.cycle:
+            # The protocol above tells the last request that it has read, which stands behind the one that is answered.
             answering.disconnected = True
             answering.message_event.set()
-            cast("dict[str, Any]", answering.scope).pop("extensions", None)
+            scopes.append(answering.scope)
         watchers, self._watchers = self._watchers or [], None
         for on_hang_up in watchers:
             on_hang_up()
-        if self.scope is not None:  # else it and this would wait for the cycle collector, with all that hangs on them
-            cast("dict[str, Any]", self.scope).pop("extensions", None)
+        for scope in scopes:
+            if scope is not None:  # else it and this would wait for the cycle collector, with all that hangs on them
+                cast("dict[str, Any]", scope).pop("extensions", None)
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:

@@ -107,17 +107,11 @@ class TextProcess:
         if self._child is None:
             await self._spawn(self._settings)
         try:
-            async with asyncio.timeout(JOB_TIMEOUT_S):
-                await self._send(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
-                return await self._receive()
-        except (OSError, EOFError, asyncio.IncompleteReadError) as error:  # a timeout is an OSError
+            return await self._asked(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
+        except (OSError, EOFError) as error:
             if not self._is_closed:
                 self._mourn()
-            await self._kill()
             raise Overloaded("the process for large requests was lost; try again") from error
-        except BaseException:
-            await self._kill()  # its answer would be taken for the next job's
-            raise
 
     def _mourn(self) -> None:
         self.num_deaths += 1
@@ -128,17 +122,25 @@ class TextProcess:
             [sys.executable, "-m", f"{__package__}.text_worker"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        try:
-            if self._is_closed:
-                raise MisuseError("the text process was closed while it started")
-            async with asyncio.timeout(JOB_TIMEOUT_S):
-                await self._send(settings)
-                await self._receive()
-        except (OSError, EOFError, asyncio.IncompleteReadError) as error:
+        if self._is_closed:
             await self._kill()
+            raise MisuseError("the text process was closed while it started")
+        try:
+            await self._asked(settings)
+        except (OSError, EOFError) as error:
             raise Overloaded("the process for large requests does not start; the server's log has its words") from error
+
+    async def _asked(self, packed: bytes) -> Any:
+        """The child's answer. A child that gives none is ended: a later one would be taken for that to another question.
+
+        Raises: OSError, which a timeout is, or EOFError if the child is lost.
+        """
+        try:
+            async with asyncio.timeout(JOB_TIMEOUT_S):
+                await self._send(packed)
+                return await self._receive()
         except BaseException:
-            await self._kill()  # its first answer would be taken for a job's
+            await self._kill()
             raise
 
     async def _kill(self) -> None:

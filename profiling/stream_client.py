@@ -99,10 +99,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 async def run_client(port: int, path: str, bodies: Sequence[dict[str, object]], num_tokens: int) -> dict[str, float]:
-    """`read_streams` in a process of its own.
-
-    Not by the loop's own means: uvloop forks, after which each page that this process writes to is copied first, a
-    millisecond in the first answers. `subprocess` shares the memory until the program starts.
+    """`read_streams` in a process of its own, started as `ChildProcess` starts one: a fork would cost the first answers a
+    millisecond.
     """
     import asyncio
     import subprocess

@@ -97,8 +97,7 @@ class CudaLane:
     """A `Lane` whose queue is a CUDA stream.
 
     `submit` runs inline under the stream; all else is events. `waiter` decides how tickets wake the loop (see
-    `default_waiter`); a lane owns its waiter, because completions are awaited in the order of one
-    stream.
+    `default_waiter`); a lane owns its waiter, because completions are awaited in the order of one stream.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class Scheduler:
         )
         self._flights: dict[int, list[Request]] = {}  # requests in row order, by launched step
         self._next_step = 0
-        self._num_arrived = 0
+        self.num_arrived = 0  # requests since the start
         self._num_output_tokens = 0
         self._captured = hidden_states
         self._num_eager_for_hidden = 0
@@ -114,8 +114,8 @@ class Scheduler:
         # One request alone is let in whatever its size: later would be no better.
         if self._waiting and self._max_queued_tokens is not None and num_tokens > self._max_queued_tokens:
             raise Overloaded(f"{self._waiting.num_tokens} tokens are waiting already; try again later")
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
+        request.arrival = self.num_arrived
+        self.num_arrived += 1
         request.arrival_step = self._next_step
         self._waiting.add(request)
         self._deadlines.add(request)
@@ -136,11 +136,6 @@ class Scheduler:
         cut = self._running.prefilling
         num_left = 0 if cut is None else len(cut.ids) - cut.num_planned
         return num_left + self._waiting.num_tokens >= self._step_tokens
-
-    @property
-    def num_arrived(self) -> int:
-        """Requests since the start."""
-        return self._num_arrived
 
     @property
     def has_deadlines(self) -> bool:

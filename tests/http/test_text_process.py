@@ -37,6 +37,16 @@ async def text_process(tokenizer: Any) -> AsyncIterator[TextProcess]:
     await process.aclose()
 
 
+def child_of(process: TextProcess) -> ChildProcess:
+    assert process._child is not None
+    return process._child
+
+
+async def killed(child: ChildProcess) -> None:
+    os.kill(child.pid, signal.SIGKILL)
+    await child.wait(5)
+
+
 def bodies() -> list[tuple[str, dict[str, Any]]]:
     """A large body for every endpoint that takes prompts."""
     chat = [{"role": ("user", "assistant")[index % 2], "content": f"line {index}"} for index in range(2000)]
@@ -173,8 +183,7 @@ async def test_sixty_four_streams_keep_their_pace_beside_huge_prompts(
 
 async def test_a_child_that_dies_fails_its_job_and_is_replaced(text_process: TextProcess) -> None:
     raw = json.dumps({"prompt": WORDS * 4}).encode()
-    assert text_process._child is not None
-    first = text_process._child.pid
+    first = child_of(text_process).pid
     job = asyncio.create_task(text_process.take_in("completions", raw), name="job")
     await asyncio.sleep(0.01)
     os.kill(first, signal.SIGKILL)
@@ -182,7 +191,7 @@ async def test_a_child_that_dies_fails_its_job_and_is_replaced(text_process: Tex
         await job
     body, prompts = await text_process.take_in("completions", raw)
     assert (len(prompts), getattr(body, "prompt", None)) == (1, "")
-    assert text_process._child.pid != first
+    assert child_of(text_process).pid != first
     assert text_process.num_deaths == 1
 
 
@@ -202,8 +211,7 @@ async def test_a_child_that_dies_while_it_starts_is_replaced_for_the_next_job(
 
 
 async def test_a_child_that_took_its_pipe_with_it_is_replaced_for_the_next_job(text_process: TextProcess) -> None:
-    child = text_process._child
-    assert child is not None
+    child = child_of(text_process)
     child.writer.transport.close()
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
@@ -227,9 +235,7 @@ async def test_a_job_that_is_cancelled_while_a_child_starts_leaves_no_answer_beh
     raw = b'{"prompt": "the"}'
     expected = await text_process.take_in("tokenize", raw)
     for pause_s in (0.0, 0.01, 0.05, 0.2):
-        assert text_process._child is not None
-        os.kill(text_process._child.pid, signal.SIGKILL)
-        await text_process._child.wait(5)
+        await killed(child_of(text_process))
         job = asyncio.create_task(text_process.take_in("tokenize", raw), name="job")
         await asyncio.sleep(pause_s)
         job.cancel()
@@ -240,18 +246,14 @@ async def test_a_job_that_is_cancelled_while_a_child_starts_leaves_no_answer_beh
 
 
 async def test_a_child_that_died_with_nothing_to_do_is_replaced_unnoticed(text_process: TextProcess) -> None:
-    child = text_process._child
-    assert child is not None
-    os.kill(child.pid, signal.SIGKILL)
-    await child.wait(5)
+    await killed(child_of(text_process))
     _, prompts = await text_process.take_in("tokenize", b'{"prompt": "the"}')
     assert prompts
     assert text_process.num_deaths == 1
 
 
 async def test_a_child_that_hangs_is_replaced(text_process: TextProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = text_process._child
-    assert child is not None
+    child = child_of(text_process)
     os.kill(child.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr("slipstream.http.text_process.JOB_TIMEOUT_S", 0.2)
@@ -265,8 +267,7 @@ async def test_a_child_that_hangs_is_replaced(text_process: TextProcess, monkeyp
 async def test_large_requests_whose_clients_have_gone_hold_up_nobody(serving: Any, text_process: TextProcess) -> None:
     body = {"prompt": WORDS}
     async with serving(text_process=text_process) as served:
-        child = text_process._child
-        assert child is not None
+        child = child_of(text_process)
         os.kill(child.pid, signal.SIGSTOP)
         clients = [await served.connect() for _ in range(5)]
         for client in clients:
@@ -313,8 +314,7 @@ async def test_too_much_waiting_is_refused_and_a_closed_process_takes_nothing(
 async def test_it_ends_with_its_parent(tokenizer: Any) -> None:
     process = TextProcess()
     await process.start(tokenizer, None)
-    child = process._child
-    assert child is not None
+    child = child_of(process)
     child.writer.close()  # what the parent's death does
     assert await child.wait(5) == 0
     await process.aclose()

@@ -229,6 +229,9 @@ class ServedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._reads_head = True
         super().on_message_complete()
+        if not self.pipeline:
+            # The end of a large body leaves the reading paused: that the client goes would not be noticed.
+            self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         scope = cast("dict[str, Any]", cycle.scope)

@@ -54,6 +54,23 @@ async def test_an_answer_that_is_not_streamed_is_aborted_as_well(serving: Any, w
         assert served.engine.stats.num_output_tokens < 100
 
 
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_client_whose_body_ends_in_one_large_piece_is_aborted_as_well(serving: Any, way: str) -> None:
+    """The protocol stops reading behind such a piece, and nobody asks for the next one."""
+    async with serving(SLOW) as served:
+        client = await served.connect()
+        payload = json.dumps({**LONG, "user": "x" * 150_000}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: %d\r\n\r\n" % len(payload)
+        await client.send_raw(head)
+        await asyncio.sleep(0.02)
+        (there,) = served.server._server.server_state.connections
+        there.data_received(payload)  # as it may come from a socket, in one piece
+        await running(served)
+        getattr(client, way)()
+        await aborted(served)
+        assert served.engine.stats.num_output_tokens < 100
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_has_asked_for_more_goes_as_quietly_as_others(
     serving: Any, caplog: pytest.LogCaptureFixture, stream: bool

@@ -265,20 +265,21 @@ async def test_a_child_that_hangs_is_replaced(text_process: TextProcess, monkeyp
 
 
 async def test_large_requests_whose_clients_have_gone_hold_up_nobody(serving: Any, text_process: TextProcess) -> None:
-    body = {"prompt": WORDS}
+    body = {"prompt": WORDS, "user": "x" * 500_000}
     async with serving(text_process=text_process) as served:
         child = child_of(text_process)
         os.kill(child.pid, signal.SIGSTOP)
         clients = [await served.connect() for _ in range(5)]
         for client in clients:
-            await client.send("POST", "/tokenize", body)
+            await client.send("POST", "/v1/completions", body)
         while text_process._num_waiting_bytes < 5 * len(json.dumps(body)):
             await asyncio.sleep(0.005)
         for client in clients:
             client.reset()
         await asyncio.sleep(0.05)
         os.kill(child.pid, signal.SIGCONT)
-        assert (await served.post("/tokenize", body)).status == 200
+        told = (await served.post("/v1/completions", body)).json["error"]["code"]
+        assert told == "context_length_exceeded", "it was read and encoded"
         assert text_process.num_jobs == 2, "the one that was under way, and the one that is wanted"
 
 

@@ -159,7 +159,7 @@ async def test_a_refused_submission_leaves_no_state(scripted, recorder) -> None:
                 engine.submit(prompt, None, sink)
             assert sink.ends == []
         assert not engine._scheduler.has_work()
-        assert engine._scheduler._num_arrived == 0
+        assert engine._scheduler.num_arrived == 0
 
 
 async def test_who_waits_for_a_request_that_another_aborts_is_told(scripted, turns) -> None:

@@ -106,6 +106,7 @@ class PrefillBench:
                 attention,
                 self.tokens,
                 kinds=kinds,
+                chunk_tokens=self.tokens.capacity,
                 page_table=self.rows.page_table,
             )
             before = pool.growth_bytes

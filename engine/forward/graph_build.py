@@ -182,7 +182,7 @@ def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRu
         decode=decode,
         extend=extend,
         short=decode if config.prefill_attention == "auto" and plans_on_device else None,
-        fresh=extend.fresh_prompt(runner.tokens.capacity)
+        fresh=extend.fresh_prompt(config.chunked_prefill_size)
         if mode != "breakable" and isinstance(extend, ServesFreshPrompts)
         else None,
     )
@@ -201,6 +201,7 @@ def _prefill_graphs(config: EngineConfig, runner: ModelRunner) -> PrefillGraphRu
         attention,
         runner.tokens,
         kinds=kinds,
+        chunk_tokens=config.chunked_prefill_size,
         page_table=runner.row_state.page_table,
         debug=debug,
     )

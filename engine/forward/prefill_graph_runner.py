@@ -45,9 +45,9 @@ EXTEND_SLOTS: Final = 32
 SHORT_TOKENS: Final = 1024
 
 
-def prefill_buckets(max_tokens: int) -> tuple[int, ...]:
-    """Token counts that get a graph, ascending, `max_tokens` the last: fine where a step is short, and never more than
-    an eighth of padding above 128 tokens.
+def prefill_buckets(max_tokens: int, chunk_tokens: int) -> tuple[int, ...]:
+    """Token counts that get a graph, ascending, `max_tokens` the last: fine where a step is short and right above a whole
+    chunk, which has decode rows beside it, and never more than an eighth of padding above 128 tokens.
     """
     steps = ((4, 1), (16, 4), (64, 8), (256, 16), (512, 32), (1024, 64), (2048, 128))
     sizes = [1]
@@ -56,7 +56,8 @@ def prefill_buckets(max_tokens: int) -> tuple[int, ...]:
             sizes.append(sizes[-1] // step * step + step)
     while sizes[-1] < max_tokens:
         sizes.append(sizes[-1] + 256)
-    return (*[size for size in sizes if size < max_tokens], max_tokens)
+    sizes += [chunk_tokens, chunk_tokens + 64, chunk_tokens + 128, max_tokens]
+    return tuple(sorted({size for size in sizes if size <= max_tokens}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ class PrefillAttention:
 class PrefillGraphRunner:
     """Owns the graphs and their buffers. Home: the compute lane. Lifetime: the worker's.
 
-    `tokens`: where steps leave their tokens; as many of them as the largest bucket has. `page_table`: leased from the
-    row state. `debug`: the whole forward is one eager break: the buffers and the replay of a graph, no kernel captured.
+    `tokens`: where steps leave their tokens; as many of them as the largest bucket has. `chunk_tokens`: as many of them as
+    can be of prompts. `page_table`: leased from the row state. `debug`: the whole forward is one eager break: the buffers and the replay of a graph, no kernel captured.
     Counters: `num_hits` and `num_misses` of steps with new prompt tokens.
     """
 
@@ -103,6 +104,7 @@ class PrefillGraphRunner:
         tokens: TokenInputs,
         *,
         kinds: Sequence[Kind],
+        chunk_tokens: int,
         page_table: torch.Tensor,
         debug: bool = False,
     ) -> None:
@@ -115,11 +117,12 @@ class PrefillGraphRunner:
         self._tokens = tokens
         self._buffers = _Buffers.make(model, tokens.capacity)
         self._max_decode = page_table.shape[0] - 1
-        sizes = prefill_buckets(tokens.capacity)
+        sizes = prefill_buckets(tokens.capacity, chunk_tokens)
         # Mixed steps are long or few: coarser buckets do.
-        coarse = tuple(size for size in sizes if size % 64 == 0 or size == sizes[-1])
-        long = tuple(size for size in sizes if size >= SHORT_TOKENS)
-        of_kind: dict[Kind, tuple[int, ...]] = {"breakable": sizes, "extend": sizes, "mixed": coarse, "fresh": long}
+        coarse = tuple(size for size in sizes if size % 64 == 0 or size >= chunk_tokens)
+        alone = tuple(size for size in sizes if size <= chunk_tokens)
+        long = tuple(size for size in alone if size >= SHORT_TOKENS)
+        of_kind: dict[Kind, tuple[int, ...]] = {"breakable": sizes, "extend": alone, "mixed": coarse, "fresh": long}
         self._sizes: dict[Kind, tuple[int, ...]] = {kind: of_kind[kind] for kind in kinds}
         self._graphs: dict[tuple[Kind, int], Graph[None]] = {}
         self._live: _LiveStep | None = None
@@ -148,7 +151,7 @@ class PrefillGraphRunner:
             for backend in dict.fromkeys(backends):
                 backend.graph_state(largest, self._page_table)
         with torch.inference_mode():
-            for size in reversed(prefill_buckets(self._tokens.capacity)):
+            for size in sorted(set().union(*self._sizes.values()), reverse=True):
                 for kind, sizes in self._sizes.items():
                     note = f"while the prefill graph ({kind}) of {size} tokens was captured; prefill_graph=off does without"
                     if size in sizes:

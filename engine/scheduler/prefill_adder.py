@@ -1,8 +1,9 @@
 """Which prompt tokens join the step being planned, within the budgets of input, chunk, memory and, if set, latency.
 
-Input bounds the prompt tokens of a step, chunk the step as a whole once a prompt must be cut (the decode rows that share
-the step count in both), memory the pages that everything admitted is expected to need before it ends. One prompt at a
-time is in pieces; the pieces end on page boundaries, so that a piece always fills whole pages.
+Input bounds a step as a whole, chunk its prompt tokens. A piece of a prompt leaves room in the chunk for the decode rows of
+the step; what ends its prompt need not, for it would have its first token a whole step later. Memory bounds the pages that
+everything admitted is expected to need before it ends. One prompt at a time is in pieces; the pieces end on page
+boundaries, so that a piece always fills whole pages.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ class PrefillAdder:
         self._memory = memory
         self._lineup = lineup
         self._ratio = ratio
-        num_decode = len(lineup.decodes)
-        # A step full of decode rows must not starve the prompts: one page at least.
-        self._chunk_tokens = max(chunk_tokens - num_decode, memory.page_size)
-        self._input_tokens = max(input_tokens - num_decode, memory.page_size)
+        self._num_decode = len(lineup.decodes)
+        self._chunk_tokens = chunk_tokens
+        self._input_tokens = max(input_tokens - self._num_decode, memory.page_size)
         self._latency = latency
         self._running = running
         self._reserved_pages: int | None = None  # summed on first need: most steps admit nobody
@@ -88,9 +88,8 @@ class PrefillAdder:
 
     def continue_chunk(self, request: Request) -> None:
         """Take the next piece of the prompt that is under way. It always moves while a page of room is left."""
-        budget = self._budget(request)
         room = request.num_slots + self._memory.num_available_pages * self._memory.page_size - request.num_planned
-        self._take(request, min(budget, room))
+        self._take(request, self._share(request, room))
 
     def admit(self, request: Request, *, may_exceed: bool) -> Admission:
         """Try to start a waiting request. `may_exceed`: nothing else runs, so its expectations are not held against it."""
@@ -108,9 +107,8 @@ class PrefillAdder:
         if num_needed > memory.num_available_pages:
             memory.detach_prefix(request)
             return Admission.NO_MEMORY
-        num_left = len(request.ids) - request.num_planned
-        budget = self._budget(request)
-        if num_left > budget and self._floor(request, budget) <= 0:
+        share = self._share(request)
+        if share <= 0:
             memory.detach_prefix(request)
             return Admission.NO_BUDGET
         memory.seat(request)
@@ -119,12 +117,10 @@ class PrefillAdder:
         self._reserved_pages = reserved + num_pages
         if coming is not None:
             self._coming.add(coming)
-        self._take(request, budget)
+        self._take(request, share)
         return Admission.ADMITTED
 
-    def _take(self, request: Request, budget: int) -> None:
-        num_left = len(request.ids) - request.num_planned
-        num_new = num_left if num_left <= budget else self._floor(request, budget)
+    def _take(self, request: Request, num_new: int) -> None:
         if num_new <= 0:
             return
         num_positions = request.num_planned + num_new
@@ -140,17 +136,21 @@ class PrefillAdder:
         self._chunk_tokens -= num_new
         self._input_tokens -= num_new
 
-    def _budget(self, request: Request) -> int:
-        """Tokens of `request` that may join, page boundaries aside."""
-        budget = min(self._chunk_tokens, self._input_tokens)
-        if self._latency is None:
-            return budget
-        least = 0 if self._lineup.extends else self._memory.page_size
-        return min(budget, max(self._latency.tokens(request.num_planned), least))
-
-    def _floor(self, request: Request, budget: int) -> int:
-        """The largest piece within `budget` that ends on a page boundary."""
+    def _share(self, request: Request, room: int | None = None) -> int:
+        """Tokens of `request` that may join: all that are left of its prompt, or else whole pages of it, within `room`."""
         page_size = self._memory.page_size
+        budget = min(self._chunk_tokens, self._input_tokens)
+        if self._latency is not None:
+            least = 0 if self._lineup.extends else page_size
+            budget = min(budget, max(self._latency.tokens(request.num_planned), least))
+        if room is not None:
+            budget = min(budget, room)
+        num_left = len(request.ids) - request.num_planned
+        if num_left <= budget:
+            return num_left
+        # A step full of decode rows must not starve the prompts: one page at least.
+        least = 0 if self._lineup.extends else page_size
+        budget = min(budget, max(self._chunk_tokens - self._num_decode, least))
         return (request.num_planned + budget) // page_size * page_size - request.num_planned
 
     def _reserved(self) -> int:

@@ -79,6 +79,7 @@ class Bench:
                 PrefillAttention(decode=attention, extend=attention),
                 self.tokens,
                 kinds=["breakable"],
+                chunk_tokens=max_tokens,
                 page_table=self.rows.page_table,
                 **options,
             )
@@ -214,11 +215,15 @@ def test_a_gap_that_fails_leaves_the_runner_usable():
     assert torch.equal(graphs.run([0], [8]), expected)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 64, 100, 2048, 2304, 5000])
-def test_buckets_end_at_the_largest_step_and_pad_little(max_tokens):
-    sizes = prefill_buckets(max_tokens)
-    assert sizes[-1] == max_tokens
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 256])
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 7, 64, 100, 1000, 2048, 2304, 5000])
+def test_buckets_end_at_the_largest_step_and_pad_little(chunk_tokens, num_rows):
+    sizes = prefill_buckets(chunk_tokens + num_rows, chunk_tokens)
+    assert sizes[-1] == chunk_tokens + num_rows
+    assert chunk_tokens in sizes, "a whole chunk alone has no padding"
     assert list(sizes) == sorted(set(sizes))
+    few = [size for size in range(chunk_tokens + 1, sizes[-1] + 1) if size <= chunk_tokens + 128]
+    assert all(min(size for size in sizes if size >= beside) - beside < 64 for beside in few)
     worst = [(above - below - 1) / (below + 1) for below, above in zip((0, *sizes), sizes, strict=False)]
     assert all(waste <= 0.75 for waste in worst)
     assert all(waste <= 0.125 for below, waste in zip((0, *sizes), worst, strict=False) if below >= 128)

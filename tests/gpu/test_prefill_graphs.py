@@ -93,7 +93,14 @@ class Bench:
         if not kinds:
             pytest.skip(f"{name} cannot be captured in {kind} graphs here")
         self.runner = PrefillGraphRunner(
-            self.model, self.pool, attention, self.tokens, kinds=kinds, page_table=self.rows.page_table, **options
+            self.model,
+            self.pool,
+            attention,
+            self.tokens,
+            kinds=kinds,
+            chunk_tokens=MAX_TOKENS,
+            page_table=self.rows.page_table,
+            **options,
         )
         self.graph_pool = GraphPool(CUDA)
         self.runner.capture_blocking(self.graph_pool)

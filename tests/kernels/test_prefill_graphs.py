@@ -77,7 +77,7 @@ class Bench:
         assert attention.kinds("full") == (("extend", "mixed") if fresh is None else ("extend", "fresh", "mixed"))
         self.runner = PrefillGraphRunner(
             model, self.pool, attention, TokenInputs.make(MAX_TOKENS, CPU),
-            kinds=attention.kinds("full"), page_table=self.rows.page_table, debug=debug,
+            kinds=attention.kinds("full"), chunk_tokens=MAX_TOKENS, page_table=self.rows.page_table, debug=debug,
         )  # fmt: skip
         with torch.inference_mode():
             self.runner.capture_blocking(GraphPool(CPU))

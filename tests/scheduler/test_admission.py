@@ -21,14 +21,45 @@ def test_whole_prompts_share_a_step_up_to_the_input_budget(hand) -> None:
     assert h.step().num_new == (1,) * 4 + (10,) * 2, "decode rows first, then the prompts that were left"
 
 
-def test_decode_rows_count_in_both_budgets(hand) -> None:
-    h = hand(chunk=12, prefill=12)
+def test_decode_rows_count_in_the_input_budget_and_where_a_prompt_is_cut(hand) -> None:
+    h = hand(chunk=12, prefill=100)
     for number in range(4):
         h.add([number], 20)
     h.step()
     h.add([9] * 30)
     batch = h.step()
     assert batch.num_decode == 4
+    assert batch.num_new[4:] == (8,), "12 less four decode rows"
+    assert batch.num_tokens == 12
+
+
+def test_prompts_that_fill_a_chunk_are_not_cut_for_the_rows_that_decode(hand) -> None:
+    """A burst of twelve in steps of four, whatever decodes beside them: no step for what was cut off each."""
+    h = hand(chunk=16, prefill=100, num_rows=12)
+    for number in range(12):
+        h.add([number] * 4, 20)
+    assert [h.step().num_new for _ in range(4)] == [(4,) * 4, (1,) * 4 + (4,) * 4, (1,) * 8 + (4,) * 4, (1,) * 12]
+
+
+def test_the_end_of_a_prompt_joins_beside_the_rows_that_decode(hand) -> None:
+    h = hand(chunk=12, prefill=100)
+    for number in range(4):
+        h.add([number], 20)
+    h.step()
+    h.add([8] * 19, 20)
+    h.add([9] * 4, 20)
+    assert h.step().num_new == (1, 1, 1, 1, 8)
+    assert h.step().num_new == (1, 1, 1, 1, 11), "one more would be a piece of the next, whose pages are of four"
+    assert h.step().num_new == (1, 1, 1, 1, 1, 4)
+
+
+def test_the_input_budget_bounds_decode_rows_and_whole_prompts_together(hand) -> None:
+    h = hand(chunk=12, prefill=12)
+    for number in range(4):
+        h.add([number], 20)
+    h.step()
+    h.add([9] * 12)
+    batch = h.step()
     assert batch.num_new[4:] == (8,), "12 less four decode rows"
     assert batch.num_tokens == 12
 

@@ -7,7 +7,8 @@
 
 When sample N is resolved, everything up to N-1 is committed, so masks and penalties see exact history, while forward N
 still runs. At depth 0 the same code commits N before it plans N+1; and so it does while a burst comes in that does not fill
-N+1 yet: one step of many prompts takes the device less time, and the host much less, than several of a few.
+N+1 yet: one step of many prompts takes the device less time, and the host much less, than several of a few. With nothing in
+flight and nothing running, the first plan waits for it a moment: behind a step of one prompt all others would stand.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from .scheduler.schedule_batch import NoBatch, ScheduleBatch
 from .scheduler.scheduler import Scheduler, Update
 from .step_watch import StepWatch
 from .worker import Launched, Worker
+
+GATHER_S = 0.01  # so long the first step waits for a burst; sixteen requests come in half of it
+LULL_S = 0.002  # and no longer than this for the next of it: a crowd that is refused does not hold up who is not
 
 
 class StepLoop:
@@ -103,6 +107,8 @@ class StepLoop:
                 if not self._overlap or self._gathers():
                     await self._settle(pending)
                     pending = None
+            if pending is None and not scheduler.has_running:
+                await self._gather()
             if scheduler.has_deadlines:  # behind the await: whose time is over is not planned
                 self._deliver(scheduler.expire(self.clock()))
             plan = self._plan(pending)
@@ -121,6 +127,19 @@ class StepLoop:
         """Whether a plan can wait for the end of the step in flight: a burst is coming in, and would miss a plan made now."""
         before, self._num_arrived = self._num_arrived, self._scheduler.num_arrived
         return self._has_more_coming() and self._num_arrived > before and not self._scheduler.can_fill_step
+
+    async def _gather(self) -> None:
+        """Let a burst that finds the device idle fill the first step, as far as it comes in soon."""
+        scheduler = self._scheduler
+        num_arrived, start = scheduler.num_arrived, self.clock()
+        latest = start
+        while self._has_more_coming() and not (scheduler.can_fill_step or self._closing or self._is_paused):
+            await asyncio.sleep(0)
+            now = self.clock()
+            if scheduler.num_arrived > num_arrived:
+                num_arrived, latest = scheduler.num_arrived, now
+            if now - latest > LULL_S or now - start > GATHER_S:
+                break
 
     async def _rest(self) -> None:
         """Wait until there may be something to do."""

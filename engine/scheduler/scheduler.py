@@ -178,6 +178,11 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
+    def has_running(self) -> bool:
+        """Some request has begun and not ended."""
+        return bool(self._running)
+
+    @property
     def next_step(self) -> int:
         """The number that the next batch will have."""
         return self._next_step

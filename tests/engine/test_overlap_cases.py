@@ -12,6 +12,7 @@ from slipstream.engine.errors import Overloaded, StepFailed
 from slipstream.engine.outputs import Failed, Finished
 from slipstream.engine.scheduler import new_token_ratio
 from slipstream.engine.scripted_worker import Script
+from slipstream.engine.step_loop import GATHER_S, LULL_S
 
 DEPTHS = pytest.mark.parametrize("overlap", [False, True])
 
@@ -305,6 +306,43 @@ async def test_while_a_burst_comes_in_a_step_is_planned_when_the_one_before_is_o
         await engine.drain(15)
         assert [batch.num_rows for batch in script.launched][: len(rows)] == rows
         assert [tuple(sink.token_ids) for sink in sinks] == expected
+
+
+@pytest.mark.parametrize("ends", ["full", "all there", "a lull", "too long", "closed"])
+async def test_a_burst_that_finds_nothing_running_fills_the_first_step(scripted, recorder, turns, ends: str) -> None:
+    script, params = Script(records=True), SamplingParams(max_tokens=2, seed=1)
+    async with scripted(script, chunked_prefill_size=64) as engine:
+        now, is_coming = 0.0, True
+        engine._loop.clock = lambda: now
+        engine.has_more_coming = lambda: is_coming
+
+        async def come(num_tokens: int) -> None:
+            nonlocal now
+            engine.submit([1] * num_tokens, params, recorder())
+            await turns(5)
+            now += LULL_S * 0.9
+            await turns(5)
+
+        for num_tokens in (2, 3, 2):
+            await come(num_tokens)
+        assert not script.launched
+        if ends == "full":
+            await come(64)
+        elif ends == "all there":
+            is_coming = False
+        elif ends == "a lull":
+            now += LULL_S * 0.2
+        elif ends == "too long":
+            while now <= GATHER_S:
+                assert not script.launched
+                await come(1)
+        else:
+            async with asyncio.timeout(15):
+                await engine.aclose()
+            return
+        await turns(5)
+        assert script.launched[0].num_new[:3] == (2, 3, 2)
+        await engine.drain(15)
 
 
 async def test_a_crowd_that_submits_nothing_costs_no_overlap(scripted, recorder, turns) -> None:

@@ -92,7 +92,8 @@ class PrefillGraphRunner:
     """Owns the graphs and their buffers. Home: the compute lane. Lifetime: the worker's.
 
     `tokens`: where steps leave their tokens; as many of them as the largest bucket has. `chunk_tokens`: as many of them as
-    can be of prompts. `page_table`: leased from the row state. `debug`: the whole forward is one eager break: the buffers and the replay of a graph, no kernel captured.
+    can be of prompts. `page_table`: leased from the row state. `debug`: the whole forward is one eager break: the buffers
+    and the replay of a graph, no kernel captured.
     Counters: `num_hits` and `num_misses` of steps with new prompt tokens.
     """
 

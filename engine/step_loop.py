@@ -6,9 +6,9 @@
     copy lane      ──────────────────────────────── ids N ───────────────────────────────────────────
 
 When sample N is resolved, everything up to N-1 is committed, so masks and penalties see exact history, while forward N
-still runs. At depth 0 the same code commits N before it plans N+1; and so it does while a burst comes in that does not fill
-N+1 yet: one step of many prompts takes the device less time, and the host much less, than several of a few. With nothing in
-flight and nothing running, the first plan waits for it a moment: behind a step of one prompt all others would stand.
+still runs. At depth 0 the same code commits N before it plans N+1. While a burst comes in, plan N+1 waits until it is full or
+N is over: one step of many prompts takes the device less time, and the host much less, than several of a few. With nothing
+running it waits a moment, too: behind a step of one prompt all others would stand.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .scheduler.scheduler import Scheduler, Update
 from .step_watch import StepWatch
 from .worker import Launched, Worker
 
-GATHER_S = 0.01  # so long the first step waits for a burst; sixteen requests come in half of it
-LULL_S = 0.002  # and no longer than this for the next of it: a crowd that is refused does not hold up who is not
+GATHER_S = 0.01  # so long a burst is waited for while the device is idle: sixteen requests come in half of it
+LULL_S = 0.002  # and so long for the next of it: a crowd that is refused does not hold up who is not
 
 
 class StepLoop:
@@ -52,7 +52,7 @@ class StepLoop:
         self._has_more_coming = has_more_coming
         self._after_commit = after_commit  # tests prove the laws of ownership here, after every step
         self._wake = asyncio.Event()
-        self._num_arrived = 0  # when it was last asked whether to wait for more
+        self._num_arrived, self._arrived = 0, 0.0  # requests, and when that was last seen to grow
         self._closing = False
         self._is_paused = False
         self._watch = StepWatch(lambda: self.clock(), timeout_s=step_timeout_s, times=scheduler.step_times)
@@ -104,11 +104,11 @@ class StepLoop:
             self.idle.clear()
             if pending is not None:
                 self._resolve(pending)
-                if not self._overlap or self._gathers():
+                if not self._overlap or await self._gather(pending):
                     await self._settle(pending)
                     pending = None
-            if pending is None and not scheduler.has_running:
-                await self._gather()
+            elif not scheduler.has_running:
+                await self._gather(None)
             if scheduler.has_deadlines:  # behind the await: whose time is over is not planned
                 self._deliver(scheduler.expire(self.clock()))
             plan = self._plan(pending)
@@ -123,23 +123,21 @@ class StepLoop:
             await asyncio.sleep(0)  # one real turn of the loop, always: the clients' turn
             pending = launched
 
-    def _gathers(self) -> bool:
-        """Whether a plan can wait for the end of the step in flight: a burst is coming in, and would miss a plan made now."""
-        before, self._num_arrived = self._num_arrived, self._scheduler.num_arrived
-        return self._has_more_coming() and self._num_arrived > before and not self._scheduler.can_fill_step
-
-    async def _gather(self) -> None:
-        """Let a burst that finds the device idle fill the first step, as far as it comes in soon."""
-        scheduler = self._scheduler
-        num_arrived, start = scheduler.num_arrived, self.clock()
-        latest = start
+    async def _gather(self, pending: Launched | None) -> bool:
+        """Let a burst that is coming in fill the next step, as far as it comes in soon. Returns whether the step in flight
+        is over: it is waited for no longer than that.
+        """
+        scheduler, until = self._scheduler, self.clock() + GATHER_S
         while self._has_more_coming() and not (scheduler.can_fill_step or self._closing or self._is_paused):
-            await asyncio.sleep(0)
             now = self.clock()
-            if scheduler.num_arrived > num_arrived:
-                num_arrived, latest = scheduler.num_arrived, now
-            if now - latest > LULL_S or now - start > GATHER_S:
+            if scheduler.num_arrived > self._num_arrived:
+                self._num_arrived, self._arrived = scheduler.num_arrived, now
+            if now - self._arrived > LULL_S or (pending is None and now > until):
                 break
+            if pending is not None and pending.is_over:
+                return True
+            await asyncio.sleep(0)
+        return False
 
     async def _rest(self) -> None:
         """Wait until there may be something to do."""

@@ -4,7 +4,6 @@ is the faster.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 MARGIN: Final = 0.1
 """So much less must a larger one take: two starts do not agree to the percent, and are to have the same buckets."""
 
-_WARM_UPS: Final = 2
-_REPEATS: Final = 5
+_ROUNDS: Final = 6
 
 
 def worthwhile(times: Mapping[int, float], *, margin: float = MARGIN) -> tuple[int, ...]:
@@ -35,21 +33,23 @@ def worthwhile(times: Mapping[int, float], *, margin: float = MARGIN) -> tuple[i
 def product_times_blocking(model: LlamaForCausalLM, sizes: Iterable[int]) -> dict[int, float]:
     """Milliseconds that the products of one layer take for so many tokens, with what is computed between them, by size.
     CUDA only. Stops the host.
+
+    Each is the least of several rounds over all sizes, largest first and without a wait between them: so the device has its
+    pace before the small ones come, and is never found waiting for the host.
     """
     layer, config, weight = model.stack[0], model.config, model.embedding
-    times = {}
-    for size in sizes:
-        residual = weight.new_zeros(size, config.hidden_size)
-        attended = weight.new_zeros(size, config.num_heads, config.head_dim)
-        taken = []
-        for turn in range(_WARM_UPS + _REPEATS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    descending = sorted(sizes, reverse=True)
+    residual = weight.new_zeros(descending[0], config.hidden_size)
+    attended = weight.new_zeros(descending[0], config.num_heads, config.head_dim)
+    times = dict.fromkeys(descending, float("inf"))
+    for _ in range(_ROUNDS):
+        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in descending]
+        for size, (start, end) in zip(descending, spans, strict=True):
             start.record()
-            layer.attention.qkv(residual)
-            layer.finish(attended, residual)
+            layer.attention.qkv(residual[:size])
+            layer.finish(attended[:size], residual[:size])
             end.record()
-            end.synchronize()
-            if turn >= _WARM_UPS:
-                taken.append(start.elapsed_time(end))
-        times[size] = statistics.median(taken)
+        torch.cuda.synchronize(weight.device)
+        for size, (start, end) in zip(descending, spans, strict=True):
+            times[size] = min(times[size], start.elapsed_time(end))
     return times

@@ -26,7 +26,6 @@ from ...streams.breakable_graph import BreakableGraph, GraphBreaks
 from ...streams.graph import GraphPool, noting
 from ..attention.backend import AttentionBackend, AttentionPlan, GraphBucket, StepAttention, prepare_step
 from ..attention.fresh_prompt import FreshKV, FreshPrompt
-from .bucket_times import product_times_blocking, worthwhile
 from .forward_context import ForwardContext
 from .forward_output import ForwardOutput, TokenStates
 from .token_inputs import TokenInputs
@@ -120,8 +119,6 @@ class PrefillGraphRunner:
         self._buffers = _Buffers.make(model, tokens.capacity)
         self._max_decode = page_table.shape[0] - 1
         sizes = prefill_buckets(tokens.capacity, chunk_tokens)
-        if model.embedding.is_cuda:
-            sizes = worthwhile(product_times_blocking(model, sizes))
         # Mixed steps are long or few: coarser buckets do.
         coarse = tuple(size for size in sizes if size % 64 == 0 or size >= chunk_tokens)
         alone = tuple(size for size in sizes if size <= chunk_tokens)

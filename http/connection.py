@@ -92,8 +92,8 @@ def arrival(scope: Scope) -> float:
 
 
 class ServedConnection(HttpToolsProtocol):
-    """Adds to uvicorn's protocol what it leaves out: time and size limits for a request's head, TCP keepalive, small
-    write buffers, turns for a burst of requests, and itself as a DirectConnection in the request's scope."""
+    """Adds to uvicorn's protocol what it leaves out: time and size limits for a request's head, small write buffers,
+    turns for a burst of requests, and itself as a DirectConnection in the request's scope."""
 
     __slots__ = ("framed", "is_writable")  # for every frame; a transport that is closing is found by `connection_lost`
 
@@ -105,12 +105,10 @@ class ServedConnection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         head_timeout_s: float,
-        write_timeout_s: float,
         turnstile: Turnstile,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._head_timeout_s = head_timeout_s
-        self._write_timeout_s = write_timeout_s
         self._turnstile = turnstile
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
@@ -148,9 +146,6 @@ class ServedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.is_writable = True
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            _notice_silent_loss(sock, self._write_timeout_s)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -314,8 +309,10 @@ def _without_upgrade(data: bytes) -> bytes:
     return _UPGRADE.sub(b"x-declined-upgrade:", data[:end]) + data[end:]
 
 
-def _notice_silent_loss(sock: socket.socket, write_timeout_s: float) -> None:
-    """A peer that vanished without a word is found by probes while idle, by unacknowledged bytes while written to."""
+def notice_silent_loss(sock: socket.socket, write_timeout_s: float) -> None:
+    """A peer that vanished without a word is found by probes while idle, by unacknowledged bytes while written to. Said to a
+    socket that listens, it holds for all that it accepts: a burst pays nothing for it.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     for name, value in (

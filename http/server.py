@@ -20,13 +20,14 @@ from starlette.types import ASGIApp
 from ..engine.engine import Engine, EngineState
 from ..engine.errors import ConfigError
 from .collector import calm_collector
-from .connection import ServedConnection
+from .connection import ServedConnection, notice_silent_loss
 from .text_process import TextProcess
 from .turnstile import Turnstile
 
 EXIT_ENGINE_DEAD = 70  # EX_SOFTWARE: a supervisor should start the process anew
 LAST_WORDS_S = 5.0  # for the endings of drained streams to be written
 BACKLOG = 2048
+ACCEPTS_A_TURN = 8  # uvloop accepts one a turn from each: in turns that take milliseconds a burst would trickle in
 WATCH_EVERY_S = 0.5
 
 
@@ -60,7 +61,6 @@ class HttpServer:
         protocol = functools.partial(
             ServedConnection,
             head_timeout_s=head_timeout_s,
-            write_timeout_s=write_timeout_s,
             turnstile=_turnstile_of(app),
         )
         self._config = uvicorn.Config(
@@ -81,7 +81,8 @@ class HttpServer:
             ssl_keyfile=ssl_keyfile,
         )
         self._server = uvicorn.Server(self._config)
-        self._socket: socket.socket | None = None
+        self._write_timeout_s = write_timeout_s
+        self._listeners: list[socket.socket] = []
         self._date_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -101,12 +102,13 @@ class HttpServer:
             self._config.load()
         except OSError as error:
             raise ConfigError(f"cannot use the TLS files: {error}", field="ssl_certfile") from error
-        self._socket = await asyncio.to_thread(self._bind)
+        listener = await asyncio.to_thread(self._bind)
         if self._uds is None:
-            self._port = self._socket.getsockname()[1]
+            self._port = listener.getsockname()[1]
+        self._listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_A_TURN - 1))]
         self._server.lifespan = self._config.lifespan_class(self._config)
         self._refresh_date()
-        await self._server.startup(sockets=[self._socket])
+        await self._server.startup(sockets=self._listeners)
         return self
 
     async def __aexit__(
@@ -116,7 +118,7 @@ class HttpServer:
             self._date_timer.cancel()
         await self.responses_written(LAST_WORDS_S)
         self.cut_connections(only_busy=True)
-        await self._server.shutdown(sockets=[self._socket] if self._socket is not None else [])
+        await self._server.shutdown(sockets=self._listeners)
         if self._uds is not None:
             await asyncio.to_thread(Path(self._uds).unlink, missing_ok=True)
 
@@ -142,7 +144,9 @@ class HttpServer:
             if self._uds is not None:
                 return _bind_unix(self._uds)
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            return socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+            notice_silent_loss(listener, self._write_timeout_s)
+            return listener
         except OSError as error:
             where = self._uds if self._uds is not None else f"{self._host}:{self._port}"
             is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)

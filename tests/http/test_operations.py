@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 import shutil
+import socket
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from slipstream.engine.errors import ConfigError, EngineDead
 from slipstream.engine.scripted_worker import Script, ScriptedWorker
 from slipstream.http import connection
 from slipstream.http.app import create_app
-from slipstream.http.server import HttpServer, serve
+from slipstream.http.server import ACCEPTS_A_TURN, HttpServer, serve
 from slipstream.http.settings import FrontSettings
 
 LONG: dict[str, Any] = {"prompt": "the stones", "max_tokens": 100, "ignore_eos": True}
@@ -205,6 +207,18 @@ async def test_a_head_that_never_ends_is_cut_off(serving: Any, tokenizer: Any) -
             writer.close()
 
 
+async def test_a_burst_of_connections_is_accepted_in_a_few_turns_of_the_loop(serving: Any) -> None:
+    async with serving() as served:
+        connections = served.server._server.server_state.connections
+        clients = [socket.create_connection(("127.0.0.1", served.server.port)) for _ in range(4 * ACCEPTS_A_TURN)]
+        assert not connections, "the loop has had no turn"
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert len(connections) == len(clients)
+        for client in clients:
+            client.close()
+
+
 async def test_it_listens_on_a_unix_socket_and_tidies_up(serving: Any, tmp_path: Any) -> None:
     path = str(tmp_path / "s")
     async with serving() as served:
@@ -314,21 +328,32 @@ async def test_the_openapi_document_describes_every_body_and_resolves(serving: A
                 assert answer.status in (200, 400, 401), (path, answer.status)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="what connections inherit is asked of Linux")
 async def test_the_write_timeout_that_serve_was_given_reaches_the_sockets(
     serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timeouts: list[float] = []
-    monkeypatch.setattr(connection, "_notice_silent_loss", lambda _sock, seconds: timeouts.append(seconds))
+    accepted: list[asyncio.Transport] = []
+    made = connection.ServedConnection.connection_made
+
+    def connection_made(self: connection.ServedConnection, transport: asyncio.Transport) -> None:
+        accepted.append(transport)
+        made(self, transport)
+
+    monkeypatch.setattr(connection.ServedConnection, "connection_made", connection_made)
     url = asyncio.get_running_loop().create_future()
     async with serving() as served:
         app, engine = served.server._config.app, served.engine
         task = asyncio.create_task(serve(app, engine, port=0, write_timeout_s=7.0, on_ready=url.set_result))
         port = int((await url).rpartition(":")[2])
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        while not timeouts:
+        while not accepted:
             await asyncio.sleep(0.01)
+        sock = accepted[0].get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == connection.KEEPALIVE_IDLE_S
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert timeouts == [7.0]

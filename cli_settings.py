@@ -61,8 +61,8 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "itl_budget_ms": Flag(
         "Milliseconds between two tokens of an answer that prompts in the same step may cost; by default no limit."
     ),
-    "chunked_prefill_size": Flag("Tokens of one prompt computed in one step, at most."),
-    "max_prefill_tokens": Flag("Tokens of all prompts computed in one step, at most."),
+    "chunked_prefill_size": Flag("Prompt tokens computed in one step, at most; longer prompts are cut."),
+    "max_prefill_tokens": Flag("Tokens of one step, those of decoding requests included, at most."),
     "overlap": Flag("Plan the next step while the device computes this one."),
     "step_timeout_s": Flag("Seconds after which a step that has not come back is stuck, and the engine dead."),
     "decode_attention": Flag("Attention of decode steps.", ("--decode-attention-backend",)),

@@ -42,8 +42,8 @@ class EngineConfig:
     policy_window: int = 128  # so many of the oldest waiting requests are ranked by lpm and shortest-prefill
     priority_preemption: bool = False  # under the priority policy: send lower ones back where a higher one lacks room
     itl_budget_ms: float | None = None  # between two tokens of a request, where prompts share its steps; None: no limit
-    chunked_prefill_size: int = 2048  # tokens of one prompt computed in one step, at most
-    max_prefill_tokens: int = 16_384  # tokens of all prompts computed in one step, at most
+    chunked_prefill_size: int = 2048  # prompt tokens computed in one step, at most: longer prompts are cut
+    max_prefill_tokens: int = 16_384  # tokens of one step, decode rows included, at most
     prefix_cache: bool = True
     eviction_policy: EvictionPolicy = "lru"  # which cached prefix goes first
     overlap: bool = True  # plan the next step while the GPU computes this one

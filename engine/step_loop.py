@@ -27,7 +27,7 @@ from .scheduler.scheduler import Scheduler, Update
 from .step_watch import StepWatch
 from .worker import Launched, Worker
 
-GATHER_S = 0.01  # so long a burst is waited for while the device is idle: sixteen requests come in half of it
+GATHER_S = 0.01  # so long a burst is waited for while the device is idle: twice what sixteen requests take to come in
 LULL_S = 0.002  # and so long for the next of it: a crowd that is refused does not hold up who is not
 
 
@@ -108,6 +108,7 @@ class StepLoop:
                     await self._settle(pending)
                     pending = None
             elif not scheduler.has_running:
+                self._watch.rest()  # nobody waits for a token: what follows is no part of a step's time
                 await self._gather(None)
             if scheduler.has_deadlines:  # behind the await: whose time is over is not planned
                 self._deliver(scheduler.expire(self.clock()))
@@ -115,7 +116,7 @@ class StepLoop:
             launched = self._launch(plan) if isinstance(plan, ScheduleBatch) else None
             if pending is not None:
                 await self._settle(pending)
-            elif plan is NoBatch.NOTHING and scheduler.has_work() and not self._is_paused:
+            elif plan is NoBatch.NOTHING and scheduler.has_work() and not (self._is_paused or self._closing):
                 raise MisuseError(f"nothing is in flight and nothing can run: {scheduler.why_nothing_runs()}")
             if launched is not None and launched.error is not None:
                 await self._settle(launched)  # a step that never started is failed before the next plan
@@ -124,19 +125,23 @@ class StepLoop:
             pending = launched
 
     async def _gather(self, pending: Launched | None) -> bool:
-        """Let a burst that is coming in fill the next step, as far as it comes in soon. Returns whether the step in flight
-        is over: it is waited for no longer than that.
+        """Let a burst that is coming in fill the next step: until that is full, nothing has come for LULL_S, or nobody is left
+        to come; with nothing in flight for GATHER_S, else until the step in flight is over. Returns whether it is.
         """
         scheduler, until = self._scheduler, self.clock() + GATHER_S
         while self._has_more_coming() and not (scheduler.can_fill_step or self._closing or self._is_paused):
             now = self.clock()
             if scheduler.num_arrived > self._num_arrived:
                 self._num_arrived, self._arrived = scheduler.num_arrived, now
-            if now - self._arrived > LULL_S or (pending is None and now > until):
+            if now - self._arrived > LULL_S:
                 break
-            if pending is not None and pending.is_over:
-                return True
-            await asyncio.sleep(0)
+            if pending is not None:
+                if await self._watch.ends_within(pending, LULL_S):
+                    return True
+            elif now > until:
+                break
+            else:
+                await asyncio.sleep(0)
         return False
 
     async def _rest(self) -> None:

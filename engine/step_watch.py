@@ -31,6 +31,18 @@ class StepWatch:
         """Nothing is in flight for a while."""
         self._began = None
 
+    async def ends_within(self, launched: Launched, seconds: float) -> bool:
+        """Whether the step is over, well or not, by then at the latest: awaiting its outcome will not wait."""
+        ticket = launched.outcome
+        if ticket is None or launched.error is not None:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await ticket
+        except Exception:  # its own, which whoever settles it is told, or that the time is over
+            return ticket.done()
+        return True
+
     async def outcome_of(self, launched: Launched) -> StepOutcome:
         """Await the step. Raises: what it raised; EngineDead if it has not come back within the limit."""
         ticket = launched.outcome

@@ -87,11 +87,6 @@ class Launched:
         self.error = error
         self._closure = closure
 
-    @property
-    def is_over(self) -> bool:
-        """Whether settling the step would not wait. Looks at the device."""
-        return self.error is not None or self.outcome is None or self.outcome.ready()
-
     def resolve(self, inputs: SampleInputs) -> None:
         """Run the deferred sample. Afterwards the closure, and with it logits and masks, is let go."""
         closure, self._closure = self._closure, None

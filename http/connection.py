@@ -28,6 +28,7 @@ ARRIVED_AT = "slipstream.arrived_at"
 MAX_HEAD_BYTES = 64 << 10
 WRITE_BUFFER_BYTES = 16 << 10  # what waits in this process for a slow reader before its stream coalesces
 SOCKET_BUFFER_BYTES = 256 << 10  # what waits in the kernel; left to itself that grows to megabytes
+MAX_OPTION = (1 << 31) - 1  # the kernel's int
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 20, 5, 4  # a silent loss is noticed within 40 s
 _UPGRADE = re.compile(rb"(?<=\n)upgrade:", re.IGNORECASE)
 _TOO_SLOW = Refused(408, "the request's head did not arrive in time", code="head_timeout")
@@ -309,18 +310,20 @@ def _without_upgrade(data: bytes) -> bytes:
     return _UPGRADE.sub(b"x-declined-upgrade:", data[:end]) + data[end:]
 
 
-def notice_silent_loss(sock: socket.socket, write_timeout_s: float) -> None:
-    """A peer that vanished without a word is found by probes while idle, by unacknowledged bytes while written to. Said to a
-    socket that listens, it holds for all that it accepts: a burst pays nothing for it.
+def set_up_listener(listener: socket.socket, write_timeout_s: float) -> None:
+    """What every connection that it accepts is to have, and on Linux inherits: a burst pays nothing for it. A peer that
+    vanished without a word is found by probes while idle, by unacknowledged bytes while written to; a frame does not wait for
+    the next; and what waits in the kernel is bounded.
     """
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (
         ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
         ("TCP_KEEPINTVL", KEEPALIVE_EVERY_S),
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", int(write_timeout_s * 1000)),
+        ("TCP_USER_TIMEOUT", min(int(write_timeout_s * 1000), MAX_OPTION)),
     ):
         option = getattr(socket, name, None)
         if option is not None:  # not every platform has them all
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from ..engine.engine import Engine, EngineState
 from ..engine.errors import ConfigError
 from .collector import calm_collector
-from .connection import ServedConnection, notice_silent_loss
+from .connection import ServedConnection, set_up_listener
 from .text_process import TextProcess
 from .turnstile import Turnstile
 
@@ -83,6 +83,7 @@ class HttpServer:
         self._server = uvicorn.Server(self._config)
         self._write_timeout_s = write_timeout_s
         self._listeners: list[socket.socket] = []
+        self._is_given_up = False
         self._date_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -102,20 +103,21 @@ class HttpServer:
             self._config.load()
         except OSError as error:
             raise ConfigError(f"cannot use the TLS files: {error}", field="ssl_certfile") from error
-        listener = await asyncio.to_thread(self._bind)
-        if self._uds is None:
-            self._port = listener.getsockname()[1]
-        self._listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_A_TURN - 1))]
         self._server.lifespan = self._config.lifespan_class(self._config)
-        self._refresh_date()
-        await self._server.startup(sockets=self._listeners)
+        is_uvloop = type(asyncio.get_running_loop()).__module__ == "uvloop"
+        try:
+            await asyncio.to_thread(self._bind, ACCEPTS_A_TURN if is_uvloop else 1)
+            self._refresh_date()
+            await self._server.startup(sockets=self._listeners)
+        except BaseException:
+            self._give_up()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._date_timer is not None:
-            self._date_timer.cancel()
+        self._stop_date()
         await self.responses_written(LAST_WORDS_S)
         self.cut_connections(only_busy=True)
         await self._server.shutdown(sockets=self._listeners)
@@ -135,23 +137,47 @@ class HttpServer:
             if not only_busy or cut.is_busy:
                 cut.abort()
 
+    def _give_up(self) -> None:
+        """Leave nothing of a start that failed, or that nobody waits for any more."""
+        self._is_given_up = True
+        self._stop_date()
+        for server in getattr(self._server, "servers", ()):
+            server.close()
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        if self._uds is not None and self._listeners:
+            Path(self._uds).unlink(missing_ok=True)
+
+    def _stop_date(self) -> None:
+        if self._date_timer is not None:
+            self._date_timer.cancel()
+
     def _refresh_date(self) -> None:
         self._server.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         self._date_timer = asyncio.get_running_loop().call_later(1.0, self._refresh_date)
 
-    def _bind(self) -> socket.socket:
+    def _bind(self, num_listeners: int) -> None:
         try:
             if self._uds is not None:
-                return _bind_unix(self._uds)
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
-            notice_silent_loss(listener, self._write_timeout_s)
-            return listener
+                self._listeners.append(_bind_unix(self._uds))
+            else:
+                family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+                self._listeners.append(socket.create_server((self._host, self._port), family=family, backlog=BACKLOG))
+                set_up_listener(self._listeners[0], self._write_timeout_s)
+                self._port = self._listeners[0].getsockname()[1]
+            while len(self._listeners) < num_listeners:
+                self._listeners.append(self._listeners[0].dup())
         except OSError as error:
             where = self._uds if self._uds is not None else f"{self._host}:{self._port}"
             is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
             field = "uds" if self._uds is not None else "port" if is_port else "host"
             raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", field=field) from error
+        finally:
+            if self._is_given_up:  # while this thread was at it
+                self._close_listeners()
 
 
 def _bind_unix(path: str) -> socket.socket:

@@ -57,12 +57,6 @@ class Ticket(Generic[T]):
         """Whether a result or an error is there."""
         return self._done
 
-    def ready(self) -> bool:
-        """As `done`, after a look at the work itself. On the loop thread."""
-        if not self._done and self._poll is not None:
-            self._poll()
-        return self._done
-
     def result(self) -> T:
         """The value. Raises the stored error, or MisuseError if the ticket is not done."""
         if not self._done:
@@ -75,7 +69,9 @@ class Ticket(Generic[T]):
         return cast(T, self._value)
 
     def __await__(self) -> Generator[asyncio.Future[None], None, T]:
-        if not self.ready():
+        if not self._done and self._poll is not None:
+            self._poll()
+        if not self._done:
             yield from self._suspend()
         try:
             return self.result()

@@ -43,6 +43,8 @@ EXTEND_SLOTS: Final = 32
 # Measured on an H200: a step of 128 tokens takes 1.51 ms with Triton and 1.77 with a plan for FlashAttention-3, one of 2,048
 # takes 5.95 and 5.66 (0.6B shape).
 SHORT_TOKENS: Final = 1024
+# So many decode rows beside a whole chunk have a graph that fits.
+FEW_BESIDE: Final = (0, 16, 32, 64, 128)
 
 
 def prefill_buckets(max_tokens: int, chunk_tokens: int) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ def prefill_buckets(max_tokens: int, chunk_tokens: int) -> tuple[int, ...]:
             sizes.append(sizes[-1] // step * step + step)
     while sizes[-1] < max_tokens:
         sizes.append(sizes[-1] + 256)
-    sizes += [chunk_tokens, *(chunk_tokens + few for few in (16, 32, 64, 128)), max_tokens]
+    sizes += [*(chunk_tokens + few for few in FEW_BESIDE), max_tokens]
     return tuple(sorted({size for size in sizes if size <= max_tokens}))
 
 
@@ -91,9 +93,9 @@ class PrefillAttention:
 class PrefillGraphRunner:
     """Owns the graphs and their buffers. Home: the compute lane. Lifetime: the worker's.
 
-    `tokens`: where steps leave their tokens; as many of them as the largest bucket has. `chunk_tokens`: as many of them as
-    can be of prompts. `page_table`: leased from the row state. `debug`: the whole forward is one eager break: the buffers
-    and the replay of a graph, no kernel captured.
+    `tokens`: where steps leave their tokens; as many of them as the largest bucket has. `chunk_tokens`: at most so many of a
+    step's tokens are of prompts. `page_table`: leased from the row state. `debug`: the whole forward is one eager break: the
+    buffers and the replay of a graph, no kernel captured.
     Counters: `num_hits` and `num_misses` of steps with new prompt tokens.
     """
 
@@ -120,7 +122,8 @@ class PrefillGraphRunner:
         self._max_decode = page_table.shape[0] - 1
         sizes = prefill_buckets(tokens.capacity, chunk_tokens)
         # Mixed steps are long or few: coarser buckets do.
-        coarse = tuple(size for size in sizes if size % 64 == 0 or size >= chunk_tokens)
+        kept = {*(chunk_tokens + few for few in FEW_BESIDE), tokens.capacity}
+        coarse = tuple(size for size in sizes if size % 64 == 0 or size in kept)
         alone = tuple(size for size in sizes if size <= chunk_tokens)
         long = tuple(size for size in alone if size >= SHORT_TOKENS)
         of_kind: dict[Kind, tuple[int, ...]] = {"breakable": sizes, "extend": alone, "mixed": coarse, "fresh": long}

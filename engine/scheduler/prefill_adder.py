@@ -139,17 +139,16 @@ class PrefillAdder:
     def _share(self, request: Request, room: int | None = None) -> int:
         """Tokens of `request` that may join: all that are left of its prompt, or else whole pages of it, within `room`."""
         page_size = self._memory.page_size
+        # Neither latency nor a step full of decode rows may starve the prompts: one page at least.
+        least = 0 if self._lineup.extends else page_size
         budget = min(self._chunk_tokens, self._input_tokens)
         if self._latency is not None:
-            least = 0 if self._lineup.extends else page_size
             budget = min(budget, max(self._latency.tokens(request.num_planned), least))
         if room is not None:
             budget = min(budget, room)
         num_left = len(request.ids) - request.num_planned
         if num_left <= budget:
             return num_left
-        # A step full of decode rows must not starve the prompts: one page at least.
-        least = 0 if self._lineup.extends else page_size
         budget = min(budget, max(self._chunk_tokens - self._num_decode, least))
         return (request.num_planned + budget) // page_size * page_size - request.num_planned
 

@@ -82,7 +82,7 @@ class Scheduler:
         self.memory = RequestMemory(
             limits, prefix_cache=prefix_cache, eviction_policy=eviction_policy, on_pages_home=on_pages_home
         )
-        self._step_tokens = min(chunked_prefill_size, max_prefill_tokens)
+        self._chunk_tokens, self._input_tokens = chunked_prefill_size, max_prefill_tokens
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._waiting = WaitingQueue(schedule_policy, self.memory.tree, window=policy_window)
@@ -131,11 +131,12 @@ class Scheduler:
     @property
     def can_fill_step(self) -> bool:
         """Whether the next step is full, as far as can be told: a prompt that comes later would have no place in it."""
-        if not self.memory.rows.num_free:
+        if self._planner.lacks_room or not self.memory.rows.num_free:
             return True
         cut = self._running.prefilling
         num_left = 0 if cut is None else len(cut.ids) - cut.num_planned
-        return num_left + self._waiting.num_tokens >= self._step_tokens
+        room = min(self._chunk_tokens, self._input_tokens - len(self._running.decoding))
+        return num_left + self._waiting.num_tokens >= room
 
     @property
     def has_deadlines(self) -> bool:

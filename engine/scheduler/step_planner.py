@@ -45,6 +45,9 @@ class StepPlanner:
         self._preempts = preempts
         self.step_times = step_times
         self.ratio = NewTokenRatio()
+        self.lacks_room = (
+            False  # in the last plan somebody was refused for want of memory or of time: more would not fit
+        )
         self.num_drains = 0  # times a plan had to wait for the step in flight
         self.num_retractions = 0
         self.num_prompt_tokens = 0  # admitted, cached or not
@@ -52,7 +55,7 @@ class StepPlanner:
 
     def line_up(self, step: int, *, is_in_flight: bool) -> Lineup | None:
         """The rows of `step`, none if nothing can run now. None: commit the step in flight, then ask again."""
-        lineup = Lineup()
+        lineup, self.lacks_room = Lineup(), False
         may_retract = not is_in_flight
         if not self._preempt(may_retract=may_retract) or not self._line_up_decodes(lineup, may_retract=may_retract):
             self.num_drains += 1
@@ -119,6 +122,8 @@ class StepPlanner:
                 break
             is_alone = lineup.is_empty and not self._running.decoding
             admission = adder.admit(request, may_exceed=is_alone)
+            if admission is Admission.NO_MEMORY or (admission is Admission.NO_BUDGET and times is not None):
+                self.lacks_room = True
             if admission is Admission.PREFIX_COMING:
                 continue
             if admission is Admission.NO_MEMORY:

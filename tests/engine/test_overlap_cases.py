@@ -286,7 +286,8 @@ async def test_while_a_burst_comes_in_a_step_is_planned_when_the_one_before_is_o
     scripted, recorder, turns, is_coming: bool, first_tokens: int, prompt_tokens: int, rows: list[int]
 ) -> None:
     """Or as soon as there is enough for it: who comes later could not join it anyway."""
-    script = Script(records=True, late_turns=lambda step: 0 if step else 20)
+    is_full = is_coming and prompt_tokens == 8
+    script = Script(records=True, late_turns=lambda step: 0 if step else 10_000 if is_full else 20)
     params = SamplingParams(max_tokens=5, seed=1)
     async with scripted(chunked_prefill_size=8) as quiet:
         prompts = [1] * first_tokens, [3] * prompt_tokens
@@ -301,8 +302,9 @@ async def test_while_a_burst_comes_in_a_step_is_planned_when_the_one_before_is_o
         await turns(5)
         engine.submit(prompts[1], params, sinks[1])
         await turns(5)
-        if is_coming and prompt_tokens == 8:
-            assert len(script.launched) == 2, "step 0 is still out"
+        while is_full and len(script.launched) < 2:
+            await turns(1)
+        assert not is_full or not engine.num_settled_steps, "step 0 is still out"
         await engine.drain(15)
         assert [batch.num_rows for batch in script.launched][: len(rows)] == rows
         assert [tuple(sink.token_ids) for sink in sinks] == expected
@@ -343,6 +345,38 @@ async def test_a_burst_that_finds_nothing_running_fills_the_first_step(scripted,
         await turns(5)
         assert script.launched[0].num_new[:3] == (2, 3, 2)
         await engine.drain(15)
+
+
+async def test_a_pool_without_room_is_not_kept_waiting_for_more(scripted, recorder, turns) -> None:
+    """Twelve pages of four: the first takes eight, and nobody of the burst finds the five that it wants."""
+    script = Script(records=True, late_turns=lambda step: 20 if step == 4 else 0)
+    async with scripted(script, num_pages=12, page_size=4) as engine:
+        engine.has_more_coming = lambda: True
+        engine.submit([1] * 12, SamplingParams(max_tokens=20, seed=1, ignore_eos=True), recorder())
+        while len(script.launched) < 5:
+            await turns(1)
+            if len(script.launched) > 1:
+                engine.submit([2] * 12, SamplingParams(max_tokens=8, ignore_eos=True), recorder())
+        await turns(5)
+        assert len(script.launched) == 6, "step 4 is still out"
+
+
+async def test_what_is_waited_for_with_nothing_running_is_no_part_of_a_step(scripted, recorder, turns) -> None:
+    """The next of a burst are there when the only one that ran ends: the device never rests, and is idle all the same."""
+    now, lasted, script = 0.0, [], Script(records=True)
+    async with scripted(script, num_rows=1, itl_budget_ms=1000) as engine:
+        engine._loop.clock = lambda: now
+        engine._scheduler.step_times.record = lambda batch, seconds: lasted.append(seconds)
+        sinks = [recorder(), recorder()]
+        for sink in sinks:
+            engine.submit([1] * 4, SamplingParams(max_tokens=1), sink)
+        engine.has_more_coming = lambda: bool(sinks[0].ends)
+        while not sinks[1].ends:
+            await turns(1)
+            if sinks[0].ends and len(script.launched) == 1:
+                now += GATHER_S
+    assert now >= GATHER_S
+    assert lasted == [0.0, 0.0]
 
 
 async def test_a_crowd_that_submits_nothing_costs_no_overlap(scripted, recorder, turns) -> None:

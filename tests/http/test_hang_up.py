@@ -209,7 +209,7 @@ async def test_a_reader_that_stops_is_cut_off_and_the_others_never_wait(serving:
 async def test_a_reader_that_the_kernel_gives_up_is_counted_as_cut_off_too(
     serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "notice_silent_loss", lambda sock, _: connection.notice_silent_loss(sock, 0.3))
+    monkeypatch.setattr(server, "set_up_listener", lambda sock, _: connection.set_up_listener(sock, 0.3))
     async with serving(num_pages=8192) as served:
         stuck = await served.connect(receive_buffer=4096)
         await stuck.send("POST", "/generate", FLOOD)

@@ -99,8 +99,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 < planned.num_rows <= self.limits.num_rows
             assert len(set(planned.rows)) == planned.num_rows
             assert 0 not in planned.rows
-            extend_tokens = sum(planned.num_new[planned.num_decode :])
-            assert extend_tokens <= 4 * self.limits.page_size
+            page_size, num_decode = self.limits.page_size, planned.num_decode
+            prompts = planned.num_new[num_decode:]
+            assert all(prompts)
+            assert sum(prompts) <= 2 * page_size, "a chunk"
+            assert planned.num_tokens <= max(4 * page_size, num_decode + page_size), "the input of a step"
+            ends = [prior + new for prior, new in zip(planned.num_prior, planned.num_new, strict=True)]
+            members = self.scheduler._flights[planned.step]
+            cut = [row for row in range(num_decode, len(ends)) if ends[row] < len(members[row].ids)]
+            assert cut in ([], [len(ends) - 1]), "one prompt at a time is in pieces, the last"
+            for row in cut:
+                assert ends[row] % page_size == 0
+                room = max(2 * page_size - num_decode, page_size if len(prompts) == 1 else 0)
+                assert sum(prompts) <= room, "a piece leaves room for the rows that decode"
         elif planned is NoBatch.DRAIN:
             assert in_flight is not None, "with nothing in flight there is nothing to drain"
         else:

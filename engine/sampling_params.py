@@ -143,8 +143,8 @@ class SamplingParams:
             raise RequestError("allowed_token_ids allows nothing: it is an empty list", param="allowed_token_ids")
         for token_id in self.allowed_token_ids or ():
             _integer("allowed_token_ids", token_id, low=0)
-        is_known = self.pooling is None or (isinstance(self.pooling, str) and self.pooling in get_args(Pooling))
-        if not is_known or (self.pooling is not None and self.max_tokens != 0):
+        is_named = isinstance(self.pooling, str) and self.pooling in get_args(Pooling)
+        if self.pooling is not None and not (is_named and self.max_tokens == 0):
             raise RequestError(
                 f"pooling is last or mean, with max_tokens 0, and not {shown(self.pooling)}", param="pooling"
             )

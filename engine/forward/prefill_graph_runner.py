@@ -122,8 +122,9 @@ class PrefillGraphRunner:
         self._max_decode = page_table.shape[0] - 1
         sizes = prefill_buckets(tokens.capacity, chunk_tokens)
         # Mixed steps are long or few: coarser buckets do.
-        kept = {*(chunk_tokens + few for few in FEW_BESIDE), tokens.capacity}
-        coarse = tuple(size for size in sizes if size % 64 == 0 or size in kept)
+        coarse = tuple(
+            size for size in sizes if size % 64 == 0 or size - chunk_tokens in FEW_BESIDE or size == sizes[-1]
+        )
         alone = tuple(size for size in sizes if size <= chunk_tokens)
         long = tuple(size for size in alone if size >= SHORT_TOKENS)
         of_kind: dict[Kind, tuple[int, ...]] = {"breakable": sizes, "extend": alone, "mixed": coarse, "fresh": long}

@@ -82,7 +82,6 @@ class Scheduler:
         self.memory = RequestMemory(
             limits, prefix_cache=prefix_cache, eviction_policy=eviction_policy, on_pages_home=on_pages_home
         )
-        self._chunk_tokens, self._input_tokens = chunked_prefill_size, max_prefill_tokens
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._waiting = WaitingQueue(schedule_policy, self.memory.tree, window=policy_window)
@@ -131,12 +130,7 @@ class Scheduler:
     @property
     def can_fill_step(self) -> bool:
         """Whether the next step is full, as far as can be told: a prompt that comes later would have no place in it."""
-        if self._planner.lacks_room or not self.memory.rows.num_free:
-            return True
-        cut = self._running.prefilling
-        num_left = 0 if cut is None else len(cut.ids) - cut.num_planned
-        room = min(self._chunk_tokens, self._input_tokens - len(self._running.decoding))
-        return num_left + self._waiting.num_tokens >= room
+        return self._planner.can_fill_step
 
     @property
     def has_deadlines(self) -> bool:

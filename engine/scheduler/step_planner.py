@@ -45,17 +45,26 @@ class StepPlanner:
         self._preempts = preempts
         self.step_times = step_times
         self.ratio = NewTokenRatio()
-        self.lacks_room = (
-            False  # in the last plan somebody was refused for want of memory or of time: more would not fit
-        )
+        # In the last plan somebody was refused for want of memory or of time: more would not fit.
+        self._lacks_room = False
         self.num_drains = 0  # times a plan had to wait for the step in flight
         self.num_retractions = 0
         self.num_prompt_tokens = 0  # admitted, cached or not
         self.num_cached_tokens = 0  # of those, found in the prefix cache
 
+    @property
+    def can_fill_step(self) -> bool:
+        """As the scheduler's: whether more requests could not join the next step anyway."""
+        if self._lacks_room or not self._memory.rows.num_free:
+            return True
+        cut = self._running.prefilling
+        num_left = 0 if cut is None else len(cut.ids) - cut.num_planned
+        room = min(self._chunk_tokens, self._input_tokens - len(self._running.decoding))
+        return num_left + self._waiting.num_tokens >= room
+
     def line_up(self, step: int, *, is_in_flight: bool) -> Lineup | None:
         """The rows of `step`, none if nothing can run now. None: commit the step in flight, then ask again."""
-        lineup, self.lacks_room = Lineup(), False
+        lineup, self._lacks_room = Lineup(), False
         may_retract = not is_in_flight
         if not self._preempt(may_retract=may_retract) or not self._line_up_decodes(lineup, may_retract=may_retract):
             self.num_drains += 1
@@ -123,7 +132,7 @@ class StepPlanner:
             is_alone = lineup.is_empty and not self._running.decoding
             admission = adder.admit(request, may_exceed=is_alone)
             if admission is Admission.NO_MEMORY or (admission is Admission.NO_BUDGET and times is not None):
-                self.lacks_room = True
+                self._lacks_room = True
             if admission is Admission.PREFIX_COMING:
                 continue
             if admission is Admission.NO_MEMORY:

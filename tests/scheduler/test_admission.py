@@ -21,12 +21,15 @@ def test_whole_prompts_share_a_step_up_to_the_input_budget(hand) -> None:
     assert h.step().num_new == (1,) * 4 + (10,) * 2, "decode rows first, then the prompts that were left"
 
 
-def test_decode_rows_count_in_the_input_budget_and_where_a_prompt_is_cut(hand) -> None:
-    h = hand(chunk=12, prefill=100)
+@pytest.mark.parametrize(("prefill", "prompt_tokens"), [(12, 30), (12, 12), (100, 30)])
+def test_decode_rows_count_in_the_input_budget_and_where_a_prompt_is_cut(
+    hand, prefill: int, prompt_tokens: int
+) -> None:
+    h = hand(chunk=12, prefill=prefill)
     for number in range(4):
         h.add([number], 20)
     h.step()
-    h.add([9] * 30)
+    h.add([9] * prompt_tokens)
     batch = h.step()
     assert batch.num_decode == 4
     assert batch.num_new[4:] == (8,), "12 less four decode rows"
@@ -51,17 +54,6 @@ def test_the_end_of_a_prompt_joins_beside_the_rows_that_decode(hand) -> None:
     assert h.step().num_new == (1, 1, 1, 1, 8)
     assert h.step().num_new == (1, 1, 1, 1, 11), "one more would be a piece of the next, whose pages are of four"
     assert h.step().num_new == (1, 1, 1, 1, 1, 4)
-
-
-def test_the_input_budget_bounds_decode_rows_and_whole_prompts_together(hand) -> None:
-    h = hand(chunk=12, prefill=12)
-    for number in range(4):
-        h.add([number], 20)
-    h.step()
-    h.add([9] * 12)
-    batch = h.step()
-    assert batch.num_new[4:] == (8,), "12 less four decode rows"
-    assert batch.num_tokens == 12
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -1,9 +1,10 @@
 """A streamed answer: the step loop pushes text into it, and its frames go to the socket without a task switch.
 
 The path of a token: the step loop calls `Choice.push`, which appends the text and marks the stream; once a turn of the
-loop FanOut calls `render`, which makes one frame a choice, and hands them to the connection. The request's task sleeps
-meanwhile. It writes only where a write may have to wait: for a slow reader, under a server that is not ours, and at
-both ends of the response. While it waits, text piles up in the choices and leaves in one frame each afterwards.
+loop FanOut calls `render`, which makes one frame a choice, and hands them to the connection; the last words go the same
+way. The request's task sleeps meanwhile. It writes only where a write may have to wait: for a slow reader, under a server
+that is not ours, and at both ends of the response. While it waits, text piles up in the choices and leaves in one frame
+each afterwards.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class SseResponse(Response):
         "_is_over",
         "_is_parked",
         "_is_ping_due",
-        "_is_unspeakable",
+        "_is_told",
         "_jobs",
         "_last_write_at",
         "_num_running",
@@ -228,7 +229,7 @@ class SseResponse(Response):
         self.transport: Writable  # the connection's; what is rendered goes there
         self._is_given_up = False  # the client is gone, or as good as
         self._is_over = False  # all choices have ended, or one of them badly
-        self._is_unspeakable = False  # its frames cannot be made
+        self._is_told = False  # the last words are rendered
         self._submission = Submission(front, jobs, self._choices, course)
 
     # Called by the choices, on the step loop.
@@ -245,8 +246,7 @@ class SseResponse(Response):
         if not self._is_given_up:
             self._error = self._error or error_of(end)
         if self._num_running == 0 or self._error is not None:
-            self._is_over = self._is_parked = True
-            self._woken.set()
+            self._is_over = True
 
     def saw_first(self, now: float) -> None:
         if self._course.first_token_s is None:
@@ -298,14 +298,12 @@ class SseResponse(Response):
     async def _write_until_over(self, send: Send) -> None:
         while not self._is_given_up:
             self._woken.clear()
-            is_last = self._is_over
             body = self._take(perf_counter())
-            if self._is_ping_due:
+            is_last = self._is_told
+            if self._is_ping_due and not is_last:
                 self._is_ping_due = False
                 body = body or PING
-            if is_last:
-                body += self._last_words()
-            if body:
+            if body or is_last:
                 await self._send(send, body, more=not is_last)
             if is_last:
                 return
@@ -329,21 +327,31 @@ class SseResponse(Response):
             self._cut_off()
 
     def _take(self, now: float) -> bytes:
+        """What is new, the last words behind it once it is over, and nothing behind those."""
         self._is_fresh = False
         self._last_write_at = now
-        if self._is_unspeakable:
+        if self._is_told:
             return b""
-        choices = self._choices
         try:
-            if len(choices) == 1 and choices[0].is_marked:
-                return choices[0].take(self._shape, now)
-            return b"".join([choice.take(self._shape, now) for choice in choices if choice.is_marked])
+            body = self._frames(now)
+            if self._is_over:
+                body += self._last_words()
         except Exception as error:  # a bug of ours, and the headers are out: the client is told in the stream
-            self._is_unspeakable = self._is_over = self._is_parked = True
+            self._is_over = True
             self._error = self._error or error
             self._submission.abort()
-            self._woken.set()
-            return b""
+            body = self._last_words()
+        finally:
+            if self._is_over:
+                self._is_told = self._is_parked = True
+                self._woken.set()
+        return body
+
+    def _frames(self, now: float) -> bytes:
+        choices = self._choices
+        if len(choices) == 1 and choices[0].is_marked:
+            return choices[0].take(self._shape, now)
+        return b"".join([choice.take(self._shape, now) for choice in choices if choice.is_marked])
 
     def _last_words(self) -> bytes:
         if self._error is None:

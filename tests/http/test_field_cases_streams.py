@@ -147,17 +147,17 @@ async def test_the_cause_of_a_stream_s_fault_is_in_the_log_and_the_other_seven_a
     assert whole.pop().startswith(expected["choices"][0]["text"].rstrip("\ufffd"))
 
 
-@pytest.mark.parametrize("where", ["frame", "closing"])
+@pytest.mark.parametrize("where", ["frame", "closing", "ending"])
 async def test_a_frame_that_cannot_be_made_ends_its_stream_with_an_error_event(
     serving: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """A fault of ours behind the headers is neither a broken body nor silence."""
     real = getattr(CompletionShape, where)
 
-    def breaks(self: Any, index: int, *rest: Any) -> bytes:
+    def breaks(self: Any, *rest: Any) -> bytes:
         if self._base["id"] == "cmpl-unlucky":
             raise ValueError("no frame for this")
-        return bytes(real(self, index, *rest))
+        return bytes(real(self, *rest))
 
     monkeypatch.setattr(CompletionShape, where, breaks)
     if where == "frame":  # text that no template renders

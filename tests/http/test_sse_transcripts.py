@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.engine.scripted_worker import Script
 from slipstream.http.settings import FrontSettings
+from slipstream.http.sse import SseResponse
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "go"}], "seed": 1, "ignore_eos": True}
 GOLDEN_COMPLETION = """\
@@ -183,6 +184,34 @@ async def test_tokens_of_a_busy_stream_come_one_frame_each(serving: Any) -> None
     assert [len(frame["output_ids"]) for frame in frames] == [1] * 20
     assert last["meta_info"]["completion_tokens"] == 20
     assert done == "[DONE]"
+
+
+async def test_the_last_words_of_streams_that_end_together_wait_for_no_task(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request's task takes a while to end; its last token leaves as early as those before it."""
+    said: list[str] = []
+    render, send = SseResponse.render, SseResponse._send
+
+    def rendered(self: SseResponse, now: float) -> bytes:
+        body = render(self, now)
+        said.extend(["words"] if b"[DONE]" in body else [])
+        return body
+
+    async def sent(self: SseResponse, send_: Any, body: bytes, *, more: bool) -> None:
+        said.extend([] if more else [f"end behind {len(body)} bytes"])
+        await send(self, send_, body, more=more)
+
+    monkeypatch.setattr(SseResponse, "render", rendered)
+    monkeypatch.setattr(SseResponse, "_send", sent)
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_tokens": 20, "ignore_eos": True}, "stream": True}
+    async with serving() as served:
+        clients = [await served.connect() for _ in range(8)]
+        for client in clients:
+            await client.send("POST", "/generate", body)
+        answers = [await client.answer() for client in clients]
+    assert all(answer.complete and answer.events[-1] == "[DONE]" for answer in answers)
+    assert said.count("words") == said.count("end behind 0 bytes") == 8 == len(said) / 2
 
 
 async def test_many_streams_at_once_each_get_their_own_tokens(serving: Any) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import functools
+import os
+import resource
 import signal
 import socket
 import stat
@@ -29,6 +33,7 @@ LAST_WORDS_S = 5.0  # for the endings of drained streams to be written
 BACKLOG = 2048
 ACCEPTS_A_TURN = 8  # uvloop accepts one a turn from each: in turns that take milliseconds a burst would trickle in
 WATCH_EVERY_S = 0.5
+DESCRIPTORS = 1 << 14  # room for so many open files and connections is made at the start: 128 KiB
 
 
 class HttpServer:
@@ -170,6 +175,7 @@ class HttpServer:
                 self._port = self._listeners[0].getsockname()[1]
             while len(self._listeners) < num_listeners:
                 self._listeners.append(self._listeners[0].dup())
+            _make_room_for_descriptors(self._listeners[0])
         except OSError as error:
             where = self._uds if self._uds is not None else f"{self._host}:{self._port}"
             is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
@@ -178,6 +184,17 @@ class HttpServer:
         finally:
             if self._is_given_up:  # while this thread was at it
                 self._close_listeners()
+
+
+def _make_room_for_descriptors(any_open: socket.socket) -> None:
+    """Have the kernel's table of this process's descriptors grow now. It doubles when it is full, up to 16 ms each time in a
+    process of several threads, for which it waits (Linux: synchronize_rcu), and never shrinks: the connection that is one too
+    many would make every stream wait. Call it from a thread.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if limit == resource.RLIM_INFINITY else min(DESCRIPTORS, limit)
+    with contextlib.suppress(OSError):  # then it grows later
+        os.close(fcntl.fcntl(any_open, fcntl.F_DUPFD_CLOEXEC, wanted - 1))
 
 
 def _bind_unix(path: str) -> socket.socket:

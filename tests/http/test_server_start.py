@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
+import resource
 import socket
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 
 from slipstream.engine.errors import ConfigError
 from slipstream.http.connection import MAX_OPTION
-from slipstream.http.server import ACCEPTS_A_TURN, HttpServer
+from slipstream.http.server import ACCEPTS_A_TURN, DESCRIPTORS, HttpServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
 
@@ -92,6 +94,31 @@ async def test_a_start_that_is_cancelled_while_it_binds(server: HttpServer, tmp_
         while len(server._listeners) < ACCEPTS_A_TURN:
             await asyncio.sleep(0.001)
     await assert_nothing_left(before, tmp_path)
+
+
+async def test_there_is_room_for_all_descriptors_before_the_first_connection(server: HttpServer) -> None:
+    """The kernel's table never shrinks, so that what an earlier test has opened could only hide a fault."""
+    async with server:
+        status = Path("/proc/self/status").read_text()
+    room = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("FDSize:"))
+    assert room >= min(DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+@pytest.mark.parametrize("limit", [300, resource.RLIM_INFINITY])
+async def test_a_low_limit_of_descriptors_or_none_hinders_no_start(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    asked: list[int] = []
+    real = fcntl.fcntl
+
+    def noted(descriptor: Any, command: int, value: int) -> int:
+        asked.append(value)
+        return real(descriptor, command, value)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(fcntl, "fcntl", noted)
+    async with server:
+        assert asked == [299 if limit == 300 else DESCRIPTORS - 1]
 
 
 async def test_a_write_timeout_longer_than_the_kernel_counts() -> None:

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import httptools
-from starlette.types import Scope
+from starlette.types import Message, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -38,8 +38,8 @@ _TOO_LARGE = Refused(431, f"the request's head is larger than {MAX_HEAD_BYTES} b
 class DirectConnection(Protocol):
     """Writes body chunks of the response that is under way, without ASGI's coroutine and the layers around it.
 
-    Only between `http.response.start` and the last `http.response.body`, both sent through ASGI, and only for
-    responses without a content-length.
+    Only between `http.response.start`, sent by `head` or through ASGI, and the last `http.response.body`, sent through ASGI,
+    and only for responses without a content-length.
     """
 
     @property
@@ -61,6 +61,12 @@ class DirectConnection(Protocol):
     @property
     def has_timed_out(self) -> bool:
         """Whether the kernel gave it up: what was written was not taken in time, or nobody answers its probes."""
+        ...
+
+    async def head(self, send: Send, start: Message) -> bytes:
+        """Send `start`, a `http.response.start`, but give what would be written for it to the caller, who writes it in front
+        of the body's first part. Nothing if the connection is lost.
+        """
         ...
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
@@ -121,6 +127,18 @@ class ServedConnection(HttpToolsProtocol):
         self._watchers: list[Callable[[], None]] | None = []  # None: the connection is lost
 
     # DirectConnection
+
+    async def head(self, send: Send, start: Message) -> bytes:
+        answering = self._answering
+        if answering is None:
+            raise RuntimeError("no request is being answered")
+        transport, kept = answering.transport, _Kept()
+        answering.transport = cast("asyncio.Transport", kept)
+        try:
+            await send(start)
+        finally:
+            answering.transport = transport
+        return b"".join(kept.written)
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
         if self._watchers is None:
@@ -275,6 +293,18 @@ class ServedConnection(HttpToolsProtocol):
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(b"".join([STATUS_LINE[refused.status], *lines, b"\r\n", body]))
         self.transport.close()
+
+
+class _Kept:
+    """Stands in for a transport while a head is made, which is written to and nothing else."""
+
+    __slots__ = ("written",)
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
 
 
 def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:

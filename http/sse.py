@@ -1,10 +1,10 @@
 """A streamed answer: the step loop pushes text into it, and its frames go to the socket without a task switch.
 
 The path of a token: the step loop calls `Choice.push`, which appends the text and marks the stream; once a turn of the
-loop FanOut calls `render`, which makes one frame a choice, and hands them to the connection; the last words go the same
-way. The request's task sleeps meanwhile. It writes only where a write may have to wait: for a slow reader, under a server
-that is not ours, and at both ends of the response. While it waits, text piles up in the choices and leaves in one frame
-each afterwards.
+loop FanOut calls `render`, which makes one frame a choice, and hands them to the connection; the head goes in front of
+the first of them, the last words behind the last. The request's task sleeps meanwhile. It writes only where a write may
+have to wait: for a slow reader, under a server that is not ours, and to end the response. While it waits, text piles up in
+the choices and leaves in one frame each afterwards.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import asyncio
 from collections.abc import Sequence
 from time import perf_counter
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..engine.outputs import End, Finished, HiddenStates, TokenLogprobs, Usage
+from ..engine.outputs import End, Usage
+from .choice import Choice
 from .connection import DirectConnection, direct_connection
 from .course import Course
 from .disconnect import watching
 from .failures import reported
-from .fan_out import RELEASE_EVERY_S, Writable
-from .frames import PING, Shape, Template
+from .fan_out import Writable
+from .frames import PING, Shape
 from .front import Front
-from .stream_interval import MAX_HOLD_S
 from .submission import Job, Submission, count_end, error_of, total_usage
 
 HEADERS = (
@@ -33,151 +32,7 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-
-
-class Choice:
-    """One choice of a stream: the engine's sink, and the text that is not written yet."""
-
-    __slots__ = (
-        "_due_at",
-        "_fan_out",
-        "_hidden",
-        "_ids",
-        "_index",
-        "_last_at",
-        "_metrics",
-        "_num_output_tokens",
-        "_num_prompt_tokens",
-        "_scores",
-        "_stream",
-        "_template",
-        "ended",
-        "is_marked",
-        "pending",
-    )
-
-    def __init__(self, stream: SseResponse, shape: Shape, index: int, num_prompt_tokens: int) -> None:
-        self._stream = stream
-        self._index = index
-        self._template = shape.text(index)
-        self._ids: list[int] | None = [] if shape.wants_ids else None
-        self._scores: list[TokenLogprobs] | None = [] if shape.wants_logprobs else None
-        self._hidden: list[HiddenStates] = []
-        self._metrics = stream.front.metrics
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_output_tokens = 0
-        self._due_at = 0  # the number of output tokens at which the next frame is written
-        self._fan_out = stream.front.fan_out
-        self._last_at: float | None = None  # when the frame before was taken; None: the opening is still to come
-        self.is_marked = False
-        self.pending = ""
-        self.ended: End | None = None
-
-    @property
-    def usage(self) -> Usage:
-        """As far as it has come; the end brings the final one."""
-        if self.ended is not None:
-            return self.ended.usage
-        return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=self._stream.num_cached_tokens(self._index),
-            output_tokens=self._num_output_tokens,
-        )
-
-    def push(
-        self,
-        token_ids: Sequence[int],
-        text: str,
-        logprobs: Sequence[TokenLogprobs] = (),
-        prompt_logprobs: Sequence[TokenLogprobs] = (),
-        hidden_states: HiddenStates | None = None,
-    ) -> None:
-        self._num_output_tokens += len(token_ids)
-        if self._scores is not None:
-            self._scores.extend((*prompt_logprobs, *logprobs))
-        if hidden_states is not None:
-            self._hidden.append(hidden_states)
-        if self._ids is not None:
-            self._ids += token_ids
-        elif not text:
-            return
-        if text:
-            self.pending += text
-        if self.is_marked:
-            return
-        if self._num_output_tokens < self._due_at:
-            self._fan_out.hold(self)
-            return
-        self.is_marked = True
-        self._stream.mark()
-
-    def lets_go(self, now: float) -> bool:
-        """Write what is kept back if it is too old. False while there is something to keep."""
-        if self.is_marked or self.ended is not None or self._last_at is None:
-            return True
-        if now - self._last_at < MAX_HOLD_S - RELEASE_EVERY_S:
-            return False
-        self.is_marked = True
-        self._stream.mark()
-        return True
-
-    def end(self, end: End) -> None:
-        self.ended = end
-        if not self.is_marked:
-            self.is_marked = True
-            self._stream.mark()
-        self._stream.choice_ended(end)
-
-    def take(self, shape: Shape, now: float) -> bytes:
-        """What is new, as frames; afterwards nothing is pending."""
-        self.is_marked = False
-        before, self._last_at = self._last_at, now
-        self._due_at = self._num_output_tokens + self._fan_out.interval.tokens
-        template = self._template
-        if before is None:
-            return self._first(shape, now)
-        self._metrics.inter_token_s.observe(now - before)
-        if self.ended is not None or template is None or self._scores is not None or self._hidden:
-            return self._any(shape)
-        return self._by_template(template)  # as nearly every frame is
-
-    def _by_template(self, template: Template) -> bytes:
-        self._metrics.num_frames += 1
-        head, tail = template
-        text, self.pending = self.pending, ""
-        if self._ids is None:
-            return head + orjson.dumps(text) + tail
-        frame = b'%b%b,"output_ids":%b%b' % (head, orjson.dumps(text), orjson.dumps(self._ids), tail)
-        self._ids.clear()
-        return frame
-
-    def _first(self, shape: Shape, now: float) -> bytes:
-        """What goes before a choice's first frame, and that frame."""
-        self._stream.saw_first(now)
-        return shape.opening(self._index, self._stream.usage) + self._any(shape)
-
-    def _any(self, shape: Shape) -> bytes:
-        """What is new, whatever it is."""
-        frames, usage = b"", self._stream.usage
-        hidden = HiddenStates.joined(self._hidden)
-        if hidden is not None:
-            self._hidden = []
-            frames += shape.hidden(self._index, hidden)
-        if self._scores and (self.pending or self._ids or self.ended is not None):
-            frames += shape.scored(self._index, self.pending, self._scores, usage)
-            self._scores = []
-            self._ids = None if self._ids is None else []
-            self.pending = ""
-        elif self.pending or self._ids:
-            if self._template is not None:
-                frames += self._by_template(self._template)
-            else:
-                self._metrics.num_frames += 1
-                frames += shape.frame(self._index, self.pending, usage)
-                self.pending = ""
-        if isinstance(self.ended, Finished):
-            frames += shape.closing(self._index, self.ended, usage)
-        return frames
+HEAD_WITHIN_S = 0.01  # the head leaves with the first frame, or alone after this
 
 
 class SseResponse(Response):
@@ -192,6 +47,7 @@ class SseResponse(Response):
         "_connection",
         "_course",
         "_error",
+        "_head",
         "_is_fresh",
         "_is_given_up",
         "_is_over",
@@ -222,6 +78,7 @@ class SseResponse(Response):
         self._num_running = len(jobs)
         self._error: Exception | None = None
         self._connection: DirectConnection | None = None
+        self._head = b""  # as long as it is not written
         self._woken = asyncio.Event()
         self._ping_timer: asyncio.TimerHandle | None = None
         self._is_ping_due = False
@@ -269,19 +126,27 @@ class SseResponse(Response):
             self._woken.set()
             return b""
         body = self._take(now)
-        return connection.framed(body) if body else b""  # text that may become a tool call gives no frame yet
+        if not body:  # text that may become a tool call gives no frame yet
+            return b""
+        if self._head:
+            head, self._head = self._head, b""
+            return head + connection.framed(body)
+        return connection.framed(body)
 
     # The request's task.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._connection = direct_connection(scope)
-        if self._connection is not None:
-            self.transport = self._connection.transport
+        self._connection = connection = direct_connection(scope)
         headers = [*HEADERS, (b"x-request-id", self._course.request_id.encode("latin-1"))]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
         try:
             async with watching(scope, receive, self._hung_up):
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                self._arm_ping(self.front.settings.ping_interval_s)
+                if connection is None:
+                    await send(start)
+                else:
+                    self.transport = connection.transport
+                    self._head = await connection.head(send, start)
+                self._arm_ping(min(HEAD_WITHIN_S, self.front.settings.ping_interval_s))
                 await self._write_until_over(send)
         finally:
             self._is_given_up = self._is_parked = True
@@ -314,6 +179,7 @@ class SseResponse(Response):
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         """Write; a client that does not take it in time, or lets too much pile up meanwhile, is given up."""
+        self._say_head()
         message = {"type": "http.response.body", "body": body, "more_body": more}
         if self._connection is not None and self._connection.is_writable:
             await send(message)  # which does not wait
@@ -325,6 +191,11 @@ class SseResponse(Response):
             self._cut_off()
         if sum(len(choice.pending) for choice in self._choices) > self.front.settings.max_pending_chars:
             self._cut_off()
+
+    def _say_head(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self.transport.write(head)
 
     def _take(self, now: float) -> bytes:
         """What is new, the last words behind it once it is over, and nothing behind those."""
@@ -376,12 +247,14 @@ class SseResponse(Response):
         if self._connection is not None:
             self._connection.abort()
 
-    # Comments that keep proxies from cutting a silent stream; driven by the clock, not by the engine.
+    # A head that no frame takes along in time, and comments that keep proxies from cutting a silent stream: driven by the
+    # clock, not by the engine.
 
     def _arm_ping(self, delay_s: float) -> None:
         self._ping_timer = asyncio.get_running_loop().call_later(delay_s, self._ping)
 
     def _ping(self) -> None:
+        self._say_head()
         interval_s = self.front.settings.ping_interval_s
         now = perf_counter()
         silence_s = now - self._last_write_at

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.http.choice import Choice
 from slipstream.http.collector import FULL_EVERY, calm_collector
-from slipstream.http.sse import Choice, SseResponse
+from slipstream.http.sse import SseResponse
 
 BODY: dict[str, Any] = {"prompt": "the stones", "max_tokens": 6, "ignore_eos": True}
 

@@ -177,6 +177,46 @@ async def test_pings_cover_the_wait_for_the_first_token_by_the_clock(serving: An
     assert answer.events[-1] == "[DONE]"
 
 
+async def test_a_head_leaves_with_the_first_frame_in_one_write(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[int, list[bytes]] = {}
+    render = SseResponse.render
+
+    def rendered(self: SseResponse, now: float) -> bytes:
+        body = render(self, now)
+        written.setdefault(id(self), []).extend([body] if body else [])
+        return body
+
+    monkeypatch.setattr(SseResponse, "render", rendered)
+    monkeypatch.setattr("slipstream.http.sse.HEAD_WITHIN_S", 60.0)
+    async with serving() as served:
+        bodies = [{"prompt": "the", "max_tokens": 1 + index, "ignore_eos": True, "stream": True} for index in range(4)]
+        clients = [await served.connect() for _ in bodies]
+        for client, body in zip(clients, bodies, strict=True):
+            await client.send("POST", "/v1/completions", body)
+        answers = [await client.answer() for client in clients]
+    assert all(answer.complete and answer.events[-1] == "[DONE]" for answer in answers)
+    assert len(written) == len(bodies)
+    for first, *others in written.values():
+        assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"\r\n\r\n" in first
+        assert b"data: " in first
+        assert not any(body.startswith(b"HTTP") for body in others)
+
+
+async def test_a_head_that_no_frame_takes_along_goes_alone(serving: Any) -> None:
+    async with serving() as served:
+        await served.engine.pause()
+        client = await served.connect()
+        await client.send(
+            "POST", "/v1/completions", {"prompt": "the", "max_tokens": 2, "ignore_eos": True, "stream": True}
+        )
+        answer = await client.read_until(lambda answer: answer.status > 0)
+        assert (answer.status, answer.body) == (200, b"")
+        served.engine.resume()
+        answer = await client.answer()
+    assert [event["choices"][0]["finish_reason"] for event in answer.events[:-1]] == [None, None, "length"]
+
+
 async def test_tokens_of_a_busy_stream_come_one_frame_each(serving: Any) -> None:
     async with serving(Script(step_time_s=0.002)) as served:
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_tokens": 20, "ignore_eos": True}, "stream": True}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import httptools
 from starlette.types import Message, Scope, Send
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -28,6 +29,7 @@ ARRIVED_AT = "slipstream.arrived_at"
 MAX_HEAD_BYTES = 64 << 10
 WRITE_BUFFER_BYTES = 16 << 10  # what waits in this process for a slow reader before its stream coalesces
 SOCKET_BUFFER_BYTES = 256 << 10  # what waits in the kernel; left to itself that grows to megabytes
+END = b"0\r\n\r\n"  # of a body in chunks
 MAX_OPTION = (1 << 31) - 1  # the kernel's int
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 20, 5, 4  # a silent loss is noticed within 40 s
 _UPGRADE = re.compile(rb"(?<=\n)upgrade:", re.IGNORECASE)
@@ -38,8 +40,8 @@ _TOO_LARGE = Refused(431, f"the request's head is larger than {MAX_HEAD_BYTES} b
 class DirectConnection(Protocol):
     """Writes body chunks of the response that is under way, without ASGI's coroutine and the layers around it.
 
-    Only between `http.response.start`, sent by `head` or through ASGI, and the last `http.response.body`, sent through ASGI,
-    and only for responses without a content-length.
+    Only between `http.response.start`, sent by `head` or through ASGI, and the last part of the body, which is written by
+    `ended` or sent through ASGI, and only for responses without a content-length.
     """
 
     @property
@@ -66,6 +68,12 @@ class DirectConnection(Protocol):
     async def head(self, send: Send, start: Message) -> bytes:
         """Send `start`, a `http.response.start`, but give what would be written for it to the caller, who writes it in front
         of the body's first part. Nothing if the connection is lost.
+        """
+        ...
+
+    def ended(self, body: bytes) -> bytes:
+        """What goes over the wire for the last part of the body, which must not be empty, and for its end. The caller writes
+        it, and sends an empty last `http.response.body`, which is not written any more and waits for no slow reader.
         """
         ...
 
@@ -132,13 +140,20 @@ class ServedConnection(HttpToolsProtocol):
         answering = self._answering
         if answering is None:
             raise RuntimeError("no request is being answered")
-        transport, kept = answering.transport, _Kept()
+        transport, kept = answering.transport, _Kept(answering.transport)
         answering.transport = cast("asyncio.Transport", kept)
         try:
             await send(start)
         finally:
             answering.transport = transport
         return b"".join(kept.written)
+
+    def ended(self, body: bytes) -> bytes:
+        answering = self._answering
+        if answering is not None:
+            answering.flow = FlowControl(answering.transport)
+            answering.transport = cast("asyncio.Transport", _Kept(answering.transport))
+        return self.framed(body) + (END if self.framed is chunk else b"")
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
         if self._watchers is None:
@@ -296,12 +311,13 @@ class ServedConnection(HttpToolsProtocol):
 
 
 class _Kept:
-    """Stands in for a transport while a head is made, which is written to and nothing else."""
+    """Stands in for `transport` where uvicorn would write what we write ourselves."""
 
-    __slots__ = ("written",)
+    __slots__ = ("close", "written")
 
-    def __init__(self) -> None:
+    def __init__(self, transport: asyncio.Transport) -> None:
         self.written: list[bytes] = []
+        self.close = transport.close
 
     def write(self, data: bytes) -> None:
         self.written.append(data)

@@ -128,10 +128,8 @@ class SseResponse(Response):
         body = self._take(now)
         if not body:  # text that may become a tool call gives no frame yet
             return b""
-        if self._head:
-            head, self._head = self._head, b""
-            return head + connection.framed(body)
-        return connection.framed(body)
+        head, self._head = self._head, b""
+        return head + (connection.ended(body) if self._is_told else connection.framed(body))
 
     # The request's task.
 
@@ -146,7 +144,8 @@ class SseResponse(Response):
                 else:
                     self.transport = connection.transport
                     self._head = await connection.head(send, start)
-                self._arm_ping(min(HEAD_WITHIN_S, self.front.settings.ping_interval_s))
+                interval_s = self.front.settings.ping_interval_s
+                self._arm_ping(min(HEAD_WITHIN_S, interval_s) if self._head else interval_s)
                 await self._write_until_over(send)
         finally:
             self._is_given_up = self._is_parked = True
@@ -163,12 +162,15 @@ class SseResponse(Response):
     async def _write_until_over(self, send: Send) -> None:
         while not self._is_given_up:
             self._woken.clear()
+            if self._is_told:  # by `render`, with the end of the response
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return
             body = self._take(perf_counter())
             is_last = self._is_told
             if self._is_ping_due and not is_last:
                 self._is_ping_due = False
                 body = body or PING
-            if body or is_last:
+            if body:
                 await self._send(send, body, more=not is_last)
             if is_last:
                 return
@@ -198,24 +200,23 @@ class SseResponse(Response):
             self.transport.write(head)
 
     def _take(self, now: float) -> bytes:
-        """What is new, the last words behind it once it is over, and nothing behind those."""
+        """What is new, and the last words behind it once it is over."""
         self._is_fresh = False
         self._last_write_at = now
-        if self._is_told:
-            return b""
+        body = b""
         try:
             body = self._frames(now)
             if self._is_over:
                 body += self._last_words()
-        except Exception as error:  # a bug of ours, and the headers are out: the client is told in the stream
-            self._is_over = True
+        except Exception as error:  # a bug of ours, and it is too late for a status: the client is told in the stream
+            self._is_over = self._is_parked = True
+            self._woken.set()  # should telling fail as well, the task meets that and uvicorn cuts the connection
             self._error = self._error or error
             self._submission.abort()
-            body = self._last_words()
-        finally:
-            if self._is_over:
-                self._is_told = self._is_parked = True
-                self._woken.set()
+            body += self._last_words()
+        if self._is_over:
+            self._is_told = self._is_parked = True
+            self._woken.set()
         return body
 
     def _frames(self, now: float) -> bytes:
@@ -254,6 +255,8 @@ class SseResponse(Response):
         self._ping_timer = asyncio.get_running_loop().call_later(delay_s, self._ping)
 
     def _ping(self) -> None:
+        if self._is_given_up:  # and the transport perhaps closed
+            return
         self._say_head()
         interval_s = self.front.settings.ping_interval_s
         now = perf_counter()

@@ -163,6 +163,11 @@ class Client:
         """Read until the response is complete or the server closes."""
         return await self.read_until(lambda answer: answer.complete)
 
+    async def next_answer(self) -> Answer:
+        """The same of a further request on this connection."""
+        before = self._answer
+        return await self.read_until(lambda answer: answer.complete and answer is not before)
+
     async def read_until(self, is_enough: Callable[[Answer], bool]) -> Answer:
         async with asyncio.timeout(10):
             while not is_enough(self._answer):

@@ -170,9 +170,28 @@ async def test_a_frame_that_cannot_be_made_ends_its_stream_with_an_error_event(
         answer = await served.post("/v1/completions", body, x_request_id="unlucky")
         assert answer.complete
         assert answer.events[-1]["error"]["code"] == "internal_error"
+        assert (len(answer.events) > 1) == (where != "frame"), "what could be made has been sent"
         assert "no frame" not in answer.body.decode()
         for client in others:
             assert (await client.answer()).events[-1] == "[DONE]"
+        await served.idle()
+
+
+async def test_an_error_event_that_cannot_be_made_either_is_no_whole_answer(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client learns from the cut that something is missing."""
+
+    def breaks(*_: object) -> bytes:
+        raise ValueError("no words")
+
+    monkeypatch.setattr(CompletionShape, "closing", breaks)
+    monkeypatch.setattr(CompletionShape, "error", breaks)
+    async with serving() as served:
+        body = {"prompt": "the", "max_tokens": 12, "ignore_eos": True, "stream": True}
+        answer = await served.post("/v1/completions", body)
+        assert answer.status in (0, 200)  # the head may be cut off as well
+        assert not answer.complete
         await served.idle()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import StepFailed
+from ..errors import RequestError, SlipstreamError, StepFailed
 from ..logit_rules import LogitEdit, LogitRules, without
 from ..request import Request, RequestState
 from ..worker import SampleInputs
@@ -76,3 +76,25 @@ def _note_rules(notes: _Notes, index: int, request: Request, rules: LogitRules, 
         notes.masks.append((index, mask))
     if request.params.logits_processors:
         notes.processors.append((index, request.ids.tobytes()))
+
+
+def row_fault(request: Request, reason: str, *, step: int, vocab_size: int) -> SlipstreamError:
+    """The error of a request whose row failed in `step`; call before anything follows its history. It is the request's own
+    where what it asks for leaves no token at all: a text that the vocabulary cannot spell, a choice among bad words.
+    """
+    rules = request.rules
+    if rules is None or not _leaves_nothing(request, rules, vocab_size):
+        return StepFailed(reason, step=step)
+    spec = request.params.structured_output
+    if spec is None:
+        return RequestError("bad_words leaves none of allowed_token_ids to draw", param="allowed_token_ids")
+    message = f"the {spec.kind} cannot go on: no token of this model that it allows here is left to draw"
+    return RequestError(message, param="structured_output")
+
+
+def _leaves_nothing(request: Request, rules: LogitRules, vocab_size: int) -> bool:
+    try:
+        mask = rules.mask()
+    except Exception:
+        return False
+    return mask is not None and not any(without(mask, rules.bans(request.ids), vocab_size))

@@ -22,7 +22,7 @@ from ..worker import SampleInputs, StepOutcome, WorkerLimits
 from .deadlines import Deadlines
 from .request_memory import RequestMemory
 from .running_set import RunningSet
-from .sample_notes import gather_sample_inputs
+from .sample_notes import gather_sample_inputs, row_fault
 from .schedule_batch import NoBatch, ScheduleBatch
 from .step_planner import StepPlanner
 from .step_times import StepTimes
@@ -286,7 +286,8 @@ class Scheduler:
             if request.state is not RequestState.RUNNING:
                 continue
             if index in outcome.row_errors or request.fault is not None:
-                fault = request.fault or StepFailed(outcome.row_errors[index], step=batch.step)
+                reason, vocab_size = outcome.row_errors.get(index, ""), self.limits.vocab_size
+                fault = request.fault or row_fault(request, reason, step=batch.step, vocab_size=vocab_size)
                 updates.append(self._fail(request, fault))
                 continue
             if index in outcome.prompt_logprobs:

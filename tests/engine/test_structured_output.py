@@ -116,6 +116,33 @@ async def test_a_token_against_the_grammar_ends_its_own_request_with_an_error(en
         assert all(is_valid(REGEX, answer.text) for answer in done if not isinstance(answer, Exception))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"structured_output": CHOICE, "bad_words": ("s",)}, "structured_output"),
+        (
+            {"structured_output": GrammarSpec(kind="choice", source='["yes"]'), "allowed_token_ids": "ye"},
+            "structured_output",
+        ),
+        ({"allowed_token_ids": "ye", "bad_words": ("y", "e")}, "allowed_token_ids"),
+    ],
+)
+async def test_who_leaves_no_token_to_draw_is_told_so_and_nobody_else_is_concerned(
+    engine, tokenizer, overlap, asked, param
+):
+    asked = {**asked}
+    if "allowed_token_ids" in asked:
+        asked["allowed_token_ids"] = tuple(tokenizer.encode(asked["allowed_token_ids"]))
+    script = Script(token_of=lambda seed, history: tokenizer.encode("yes")[0])
+    async with engine(script, overlap=overlap) as running:
+        others = [asyncio.create_task(running.complete([number], SamplingParams(max_tokens=9))) for number in range(3)]
+        with pytest.raises(RequestError, match="to draw") as refused:
+            await running.complete([1], SamplingParams(max_tokens=9, **asked))
+        assert refused.value.param == param
+        assert all(len(answer.token_ids) == 9 for answer in await asyncio.gather(*others))
+
+
 class Breaking:
     """A session that raises at its third mask; it must never be asked again."""
 

@@ -112,6 +112,19 @@ async def test_what_cannot_be_enforced_is_a_400_with_the_place(
         assert served.engine.stats.num_steps == 0
 
 
+async def test_what_leaves_no_token_to_draw_on_the_way_is_the_request_s_fault(serving: Any) -> None:
+    body = {"prompt": "x", "guided_choice": ["ab"], "bad_words": ["b"], "max_tokens": 4}
+    async with serving() as served:
+        answer = await served.post("/v1/completions", body)
+        assert answer.status == 400, answer.body
+        assert answer.json["error"]["param"] == "guided_choice"
+        assert "to draw" in answer.json["error"]["message"]
+        answer = await served.post("/v1/completions", {**body, "stream": True})
+        assert answer.status == 200
+        assert answer.events[-1]["error"]["code"] == "invalid_value"
+        await served.idle()
+
+
 async def test_penalties_and_biases_are_honoured(serving: Any, tokenizer: Any) -> None:
     stuck = Script(token_of=lambda seed, history: 70)
     async with serving(stuck) as served:

@@ -124,7 +124,7 @@ def _overloaded(error: Overloaded) -> Failure:
             kind="service_unavailable",
             message=str(error),
             code="draining",
-            headers={"retry-after": retry_after},
+            headers={"retry-after": retry_after, "connection": "close"},  # the next request is for another process
         )
     return Failure(
         status=429, kind="rate_limit_error", message=str(error), code="overloaded", headers={"retry-after": retry_after}

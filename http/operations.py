@@ -98,6 +98,7 @@ _ERRORS = {
     "401": "the key is missing or wrong",
     "404": "no such model",
     "408": "the body did not arrive in time, or the request's own deadline passed while it waited",
+    "409": "not while requests, or a recording, are under way",
     "413": "the body is too large",
     "415": "the body is compressed",
     "429": "the queue is full; see Retry-After",

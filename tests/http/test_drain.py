@@ -97,6 +97,7 @@ async def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_exits_zero(
         refused = await late.answer()
         assert (refused.status, refused.json["error"]["code"]) == (503, "draining")
         assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["connection"] == "close"
         events = (await live.answer()).events
         assert sum(len(event["output_ids"]) for event in events[:-1]) == 200
         assert events[-1] == "[DONE]"

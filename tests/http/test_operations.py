@@ -313,6 +313,18 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
     assert caught.value.field == "ping_interval_s"
 
 
+async def test_the_openapi_document_has_every_status_that_is_refused_with(serving: Any) -> None:
+    """But those of a head that is no request."""
+    sources = [path for path in Path(connection.__file__).parent.glob("*.py") if path.name != "connection.py"]
+    used = {status for path in sources for status in re.findall(r"(?:Refused\(|status=)(\d{3})", path.read_text())}
+    async with serving() as served:
+        document = (await served.ask("GET", "/openapi.json")).json
+    assert {"400", "409", "503"} < used
+    for path in document["paths"].values():
+        for operation in path.values():
+            assert used <= set(operation["responses"])
+
+
 async def test_the_openapi_document_describes_every_body_and_resolves(serving: Any) -> None:
     async with serving() as served:
         document = (await served.ask("GET", "/openapi.json")).json

@@ -87,7 +87,7 @@ def row_fault(request: Request, reason: str, *, step: int, vocab_size: int) -> S
         return StepFailed(reason, step=step)
     spec = request.params.structured_output
     if spec is None:
-        return RequestError("bad_words leaves none of allowed_token_ids to draw", param="allowed_token_ids")
+        return RequestError("the bad words leave none of allowed_token_ids to draw", param="allowed_token_ids")
     message = f"the {spec.kind} cannot go on: no token of this model that it allows here is left to draw"
     return RequestError(message, param="structured_output")
 

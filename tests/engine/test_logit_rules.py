@@ -195,8 +195,9 @@ async def test_a_processor_that_raises_fails_its_own_request_only(scripted, over
 async def test_rules_that_leave_nothing_fail_their_request(scripted):
     async with scripted() as engine:
         params = SamplingParams(max_tokens=4, allowed_token_ids=(3,), bad_words_ids=((3,),))
-        with pytest.raises(StepFailed, match="nothing may be drawn"):
+        with pytest.raises(RequestError, match="leave none of allowed_token_ids") as caught:
             await engine.complete([1, 2], params)
+        assert caught.value.param == "allowed_token_ids"
 
 
 @pytest.mark.parametrize(

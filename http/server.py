@@ -126,8 +126,7 @@ class HttpServer:
         await self.responses_written(LAST_WORDS_S)
         self.cut_connections(only_busy=True)
         await self._server.shutdown(sockets=self._listeners)
-        if self._uds is not None:
-            await asyncio.to_thread(Path(self._uds).unlink, missing_ok=True)
+        await asyncio.to_thread(self._close_listeners)
 
     async def responses_written(self, timeout_s: float) -> None:
         """Wait until no response is under way, or for `timeout_s`."""

@@ -3,8 +3,8 @@
 The path of a token: the step loop calls `Choice.push`, which appends the text and marks the stream; once a turn of the
 loop FanOut calls `render`, which makes one frame a choice, and hands them to the connection; the head goes in front of
 the first of them, the last words behind the last. The request's task sleeps meanwhile. It writes only where a write may
-have to wait: for a slow reader, under a server that is not ours, and to end the response. While it waits, text piles up in
-the choices and leaves in one frame each afterwards.
+have to wait: for a slow reader, and under a server that is not ours. While it waits, text piles up in the choices and
+leaves in one frame each afterwards. In the end it tells ASGI that the response is over.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class SseResponse(Response):
         body = self._take(now)
         if not body:  # text that may become a tool call gives no frame yet
             return b""
-        head, self._head = self._head, b""
-        return head + (connection.ended(body) if self._is_told else connection.framed(body))
+        return self._kept_head() + (connection.ended(body) if self._is_told else connection.framed(body))
 
     # The request's task.
 
@@ -196,8 +195,12 @@ class SseResponse(Response):
 
     def _say_head(self) -> None:
         if self._head:
-            head, self._head = self._head, b""
-            self.transport.write(head)
+            self.transport.write(self._kept_head())
+
+    def _kept_head(self) -> bytes:
+        """The head, if nobody has written it; whoever gets it does."""
+        head, self._head = self._head, b""
+        return head
 
     def _take(self, now: float) -> bytes:
         """What is new, and the last words behind it once it is over."""

@@ -286,8 +286,9 @@ class Scheduler:
             if request.state is not RequestState.RUNNING:
                 continue
             if index in outcome.row_errors or request.fault is not None:
-                reason, vocab_size = outcome.row_errors.get(index, ""), self.limits.vocab_size
-                fault = request.fault or row_fault(request, reason, step=batch.step, vocab_size=vocab_size)
+                fault = request.fault or row_fault(
+                    request, outcome.row_errors[index], step=batch.step, vocab_size=self.limits.vocab_size
+                )
                 updates.append(self._fail(request, fault))
                 continue
             if index in outcome.prompt_logprobs:

@@ -177,16 +177,24 @@ async def test_pings_cover_the_wait_for_the_first_token_by_the_clock(serving: An
     assert answer.events[-1] == "[DONE]"
 
 
-async def test_a_head_leaves_with_the_first_frame_in_one_write(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: dict[int, list[bytes]] = {}
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[SseResponse, list[bytes]]:
+    """What the fan-out writes for each stream, write by write."""
+    writes: dict[SseResponse, list[bytes]] = {}
     render = SseResponse.render
 
     def rendered(self: SseResponse, now: float) -> bytes:
         body = render(self, now)
-        written.setdefault(id(self), []).extend([body] if body else [])
+        writes.setdefault(self, []).extend([body] if body else [])
         return body
 
     monkeypatch.setattr(SseResponse, "render", rendered)
+    return writes
+
+
+async def test_a_head_leaves_with_the_first_frame_in_one_write(
+    serving: Any, monkeypatch: pytest.MonkeyPatch, written: dict[SseResponse, list[bytes]]
+) -> None:
     monkeypatch.setattr("slipstream.http.sse.HEAD_WITHIN_S", 60.0)
     async with serving() as served:
         bodies = [{"prompt": "the", "max_tokens": 1 + index, "ignore_eos": True, "stream": True} for index in range(4)]
@@ -227,22 +235,14 @@ async def test_tokens_of_a_busy_stream_come_one_frame_each(serving: Any) -> None
 
 
 async def test_the_end_of_streams_that_end_together_waits_for_no_task(
-    serving: Any, monkeypatch: pytest.MonkeyPatch
+    serving: Any, monkeypatch: pytest.MonkeyPatch, written: dict[SseResponse, list[bytes]]
 ) -> None:
     """Each request's task takes a while to end; the last token, the last words and the body's end have left by then, in one
     write: who stops at [DONE] finds the connection fit for the next request."""
-    ends: list[bytes] = []
-    render = SseResponse.render
-
-    def rendered(self: SseResponse, now: float) -> bytes:
-        body = render(self, now)
-        ends.extend([body] if b"[DONE]" in body else [])
-        return body
 
     async def sent(*_: object, **__: object) -> None:
         raise AssertionError("a task had to write")
 
-    monkeypatch.setattr(SseResponse, "render", rendered)
     monkeypatch.setattr(SseResponse, "_send", sent)
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_tokens": 20, "ignore_eos": True}, "stream": True}
     async with serving() as served:
@@ -254,6 +254,7 @@ async def test_the_end_of_streams_that_end_together_waits_for_no_task(
             answers += [await client.next_answer() for client in clients]
         await served.idle()
     assert all(answer.events[-1] == "[DONE]" for answer in answers)
+    ends = [body for bodies in written.values() for body in bodies if b"[DONE]" in body]
     assert len({id(answer) for answer in answers}) == len(ends) == 16
     assert all(end.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for end in ends)
 
